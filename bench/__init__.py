@@ -1,2 +1,2 @@
-"""Measurement: `python -m bench SUITE`. core: each concept once; systems: decoders on the same
-checkpoints; suites: what is measured where; report: a page on one bundle."""
+"""Benchmarks: `python -m bench SUITE`. core: shared building blocks; systems: Outrider and peers on
+the same checkpoints; suites: the benchmarks; report: an HTML page about one bundle."""

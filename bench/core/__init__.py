@@ -1,14 +1,14 @@
-"""What every suite is made of, each concept once.
+"""Building blocks shared by all suites.
 
-| module | concept |
+| module | contents |
 |---|---|
-| `clock` | timing on a machine that is not ours alone; the order of runs that are compared |
-| `machine` | what the machine is, how fast it reads memory, how much of that a process holds |
-| `prompts` | the texts that everything is measured on |
-| `pair` | checkpoints of a wanted shape and acceptance, and bundles of them |
-| `record`, `runs` | every round of a text; texts decoded in several ways, and what that gains |
-| `costs` | draft steps, verifications and acceptance; what Theorem 3.8 makes of them; bytes |
+| `clock` | timing on a shared machine; the order of compared runs |
+| `machine` | description of the machine, its memory bandwidth, the memory of a process |
+| `prompts` | the prompts of all benchmarks |
+| `pair` | checkpoints with a given shape and acceptance rate, and bundles of them |
+| `record`, `runs` | the rounds of a text; texts decoded in several ways, and their speedups |
+| `costs` | costs of draft steps and verifications; predictions of Theorem 3.8; bytes read |
 | `fit` | quartiles, ratio estimates, exponents |
-| `table`, `plot`, `command` | how figures are told: tables, plots, the last line of JSON |
-| `kept` | what is made once, such as a bundle |
+| `table`, `plot`, `command` | output: tables, plots, the command line and its line of JSON |
+| `kept` | cache of things that are built once, such as bundles |
 """

@@ -1,9 +1,9 @@
-"""Times on a machine that is not ours alone.
+"""Timing on a machine that is shared with other processes.
 
-Every sample comes with the share of its wall time for which this process's threads were ready to
-run and did not. The kernel counts that for each thread (/proc/<pid>/task/*/schedstat). Samples
-above `DISTURBED` are put aside. Where too few are left, the least disturbed ones stand in, and the
-figure says so. What is compared runs in alternation (`order`), so that drift hits all sides.
+Every sample records the share of its wall time during which threads of this process were ready to
+run but had to wait for a core. Linux counts this for each thread (/proc/<pid>/task/*/schedstat).
+Samples above `DISTURBED` are discarded. If too few are left, the least disturbed ones are used, and
+the figure shows it. Compared runs alternate (`order`), so that drift affects all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """seconds, and the share of them lost to other processes."""
+    """seconds: wall time. lost: share of it lost to other processes."""
 
     seconds: float
     lost: float = 0.0
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A median in milliseconds. kept: undisturbed samples. taken: all of them."""
+    """A median in milliseconds. kept: number of undisturbed samples. taken: number of all."""
 
     ms: float
     kept: int
@@ -42,10 +42,9 @@ class Figure:
 
 @dataclass
 class Clock:
-    """Notes on stderr with the time since the start.
+    """Prints progress on stderr with the time since the start.
 
-    patience: seconds that may still go into texts that are decoded again because something
-    disturbed them.
+    patience: seconds that may still be spent on decoding disturbed texts again.
     """
 
     patience: float = 0.0
@@ -60,7 +59,8 @@ class Clock:
 
 
 def lost_seconds() -> float:
-    """Seconds that all threads of this process have waited for a core so far; 0 if not counted."""
+    """Total time for which threads of this process have waited for a core so far, in seconds; 0 if
+    the kernel does not count it."""
     total = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that ended
@@ -69,7 +69,7 @@ def lost_seconds() -> float:
 
 
 def sample(call: Callable[[], object]) -> Sample:
-    """One timed call."""
+    """Time one call."""
     lost = lost_seconds()
     begin = time.perf_counter()
     call()
@@ -78,23 +78,24 @@ def sample(call: Callable[[], object]) -> Sample:
 
 
 def undisturbed(items: Sequence[T], lost: Callable[[T], float], least: int) -> list[T]:
-    """The items that lost little to other processes; the `least` least disturbed where they are
-    fewer."""
+    """The items that lost at most `DISTURBED`; if these are fewer than `least`, the `least` least
+    disturbed items."""
     by_loss = sorted(items, key=lost)
     return by_loss[: max(least, sum(lost(item) <= DISTURBED for item in items))]
 
 
 def figure(samples: Sequence[Sample]) -> Figure:
-    """What the undisturbed of these samples come to, at least ENOUGH of them."""
+    """The median of the undisturbed samples, of at least ENOUGH samples."""
     used = undisturbed(samples, lambda s: s.lost, ENOUGH)
     kept = sum(s.lost <= DISTURBED for s in samples)
     return Figure(1e3 * statistics.median(s.seconds for s in used), kept, len(samples))
 
 
 def order(items: Sequence[T], turn: int) -> list[T]:
-    """The order of turn 0, 1, 2, ...: every other one backwards, and after two begun elsewhere.
+    """The order of the items in turn 0, 1, 2, ...: every other turn is reversed, and the first item
+    changes every two turns.
 
-    So nothing is always first, or always after the same.
+    So no item is always first, or always follows the same item.
     """
     begin = int(turn // 2 * GOLDEN * len(items)) % max(1, len(items))
     turned = [*items[begin:], *items[:begin]]
@@ -104,10 +105,10 @@ def order(items: Sequence[T], turn: int) -> list[T]:
 def turns(
     samples: Mapping[Any, Sequence[Sample]], *, least: int, wanted: int, patience: float
 ) -> Iterator[int]:
-    """Yields 0, 1, 2, ..., at least `least` of them.
+    """Yield 0, 1, 2, ..., at least `least` numbers.
 
-    It goes on until every series of `samples`, to which the caller adds, has `wanted` undisturbed
-    ones, or `patience` (seconds) is over.
+    The iteration ends when every series of `samples`, to which the caller adds, has `wanted`
+    undisturbed samples, or after `patience` seconds.
     """
     begin, turn = time.perf_counter(), 0
     while turn < least or (
@@ -123,10 +124,10 @@ def sampled(
 ) -> dict[str, list[Sample]]:
     """Run the calls in turn (`order`) until each has `rounds` undisturbed samples.
 
-    patience: seconds after which what there is has to do.
+    patience: seconds after which to stop with the samples taken so far.
     """
     for call in calls.values():
-        call()  # shapes seen for the first time cost more
+        call()  # the first call of a shape takes longer
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     for turn in turns(samples, least=rounds, wanted=rounds, patience=patience):
         for name in order(list(calls), turn):

@@ -1,6 +1,6 @@
-"""The command line that all suites share: options, progress, tables, the line of JSON.
+"""The command line shared by all suites: options, progress, tables, the line of JSON.
 
-A suite measures and returns a JSON object; its tables are made of that object alone.
+A suite measures and returns a JSON object; its tables are computed from that object only.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ Results = Mapping[str, Any]
 
 
 def at_least_one(text: str) -> int:
-    """An option's value: a whole number above 0."""
+    """Parse an option's value, an integer above 0."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
 def check_place(folder: Path) -> None:
-    """Before anything is measured. Raises OutriderError "disk" where nothing may be written."""
+    """Check, before anything is measured, that `folder` can be written. Raises
+    OutriderError("disk") if it cannot."""
     above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        cause = f"{above} is no folder that may be written to"
+        cause = f"{above} is not a writable folder"
         raise OutriderError("disk", cause, "Choose another --out.")
 
 
@@ -43,11 +44,12 @@ def check_place(folder: Path) -> None:
 class Suite:
     """A benchmark as a command.
 
-    about: its help; the first paragraph says what it measures. quick: what --quick means. options:
-    adds others. measure: from the options, with notes on the clock, to the JSON object. tables,
-    heading: of that object. threads: whether it takes a number of them. places: what the names of
-    tables begin with that have a place in a document. Tables go to stdout, progress to stderr, and
-    the last line of a stdout that is no terminal is the object.
+    about: its help text; the first paragraph summarises what it measures. quick: help text of
+    --quick. options: adds further options. measure: takes the options and a clock for progress
+    notes, and returns the JSON object. tables, heading: output computed from that object. threads:
+    whether there is an option --threads. places: prefixes of the names of tables that have a place
+    in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its last
+    line is the JSON object.
     """
 
     name: str
@@ -66,9 +68,10 @@ class Suite:
         add("--quick", action="store_true", help=self.quick)
         made.set_defaults(threads=machine.physical_cores(), update=None)
         if self.threads:
-            add("--threads", type=at_least_one, metavar="N", help="default: %(default)s")
+            add("--threads", type=at_least_one, metavar="N",
+                help="number of CPU threads (default: %(default)s)")  # fmt: skip
         add("--out", type=Path, metavar="DIR",
-            help=f"write {self.name}.json and {self.name}.md there too")  # fmt: skip
+            help=f"also write {self.name}.json and {self.name}.md to this folder")  # fmt: skip
         if self.places:
             add("--update", type=Path, metavar="PAGE",
                 help="replace the tables that have a place in this document")  # fmt: skip
@@ -88,7 +91,7 @@ class Suite:
             (
                 document is not None and f"<!-- {name}" not in document,
                 f"{args.update} has no place for a table {name}",
-                f"Add lines <!-- {name}… --> and <!-- end -->.",
+                f"Add the lines <!-- {name}… --> and <!-- end -->.",
             )
             for name in self.places
         )
@@ -105,13 +108,13 @@ class Suite:
             (args.out / f"{self.name}.md").write_text(page)
         if not sys.stdout.isatty():
             print(line, flush=True)
-        if document is not None:  # last: if a table has no place there, all else is told
+        if document is not None:  # last, so that a missing place loses no other output
             args.update.write_text(update(document, (table for table in tables if table.name)))
         return 0
 
 
 def bundle_option(parser: argparse.ArgumentParser) -> None:
-    """For suites that measure on a bundle."""
+    """Add --engines, for suites that measure a bundle."""
     parser.add_argument(
-        "--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo"
+        "--engines", default="build/demo", metavar="DIR", help="bundle (default: %(default)s)"
     )

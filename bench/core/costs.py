@@ -1,9 +1,9 @@
-"""What drafting costs and how often it is right, and what Theorem 3.8 makes of both.
+"""Costs of drafting and verification, and the speedup that Theorem 3.8 predicts from them.
 
-The costs of a draft step and of a verification by its width come from one of two places: from calls
-of the engines alone (`of_calls`), or from the rounds of recorded texts (`of_rounds`), where
-sampling and host are inside. Either way they are `RoundCosts` in plain steps, and `predicted` is
-the theorem with them. The formulas themselves are `runtime.theory.formulas`.
+The costs of a draft step, and of a verification depending on its width, are measured in one of two
+ways: from calls of the engines alone (`of_calls`), or from the rounds of recorded texts
+(`of_rounds`), which include sampling and host. Both give `RoundCosts`, in units of plain steps, and
+`predicted` applies the theorem to them. The formulas are in `runtime.theory.formulas`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from runtime.theory.formulas import expected_tokens
 from .clock import Sample, figure
 from .record import Run
 
-SEEN = 8  # rounds with so many drafts, for their median to count
+SEEN = 8  # rounds of a width that are needed for their median to count
 
 
 def plain_steps(width: int) -> str:
-    """What a table's heading says of ours. width: tokens of the target's narrowest calls."""
-    return f"our plain steps are calls of {width} token{'s' * (width > 1)}"
+    """A note for the heading of tables. width: number of tokens in the target's narrowest calls."""
+    return f"Outrider's plain steps are calls of {width} token{'s' * (width > 1)}"
 
 
 def of_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:
-    """By calls of the engines alone: "draft", and the target with "1", "2", ... tokens."""
+    """Costs from calls of the engines alone: "draft", and the target with "1", "2", ... tokens."""
     seconds = {name: figure(some).ms / 1e3 for name, some in samples.items()}
     draft = seconds.pop("draft")
     return RoundCosts.of(draft, {int(n) - 1: x for n, x in seconds.items()}, len(seconds) - 1)
 
 
 def of_rounds(plain: Sequence[Run], texts: Sequence[Run], most: int) -> RoundCosts:
-    """By recorded texts: `plain` without drafts, `texts` with up to `most` a round.
+    """Costs from recorded texts: `plain` without drafts, `texts` with up to `most` per round.
 
-    A draft step is the median over texts of its mean, a verification the median over rounds. A
-    width that few rounds had does not count.
+    The cost of a draft step is the median over texts of its mean, that of a verification the median
+    over rounds. Widths with too few rounds are ignored.
     """
     rests: dict[int, list[float]] = defaultdict(list)
     for x in (x for text in texts for x in text.rounds):
@@ -56,15 +56,16 @@ def of_rounds(plain: Sequence[Run], texts: Sequence[Run], most: int) -> RoundCos
 
 
 def verification(costs: RoundCosts, drafts: float) -> float:
-    """Plain steps of all of a round but its draft steps; between whole numbers a line."""
+    """Cost of a round without its draft steps, in plain steps; interpolated linearly between whole
+    numbers of drafts."""
     return float(np.interp(drafts, range(len(costs.verify)), costs.verify))
 
 
 def predicted(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float:
     """The speedup of Theorem 3.8 with measured costs.
 
-    gammas: the drafts that rounds had. A lookup finds fewer tokens than it is asked for, and a
-    text's end has no room for more. One number that is their mean will do.
+    gammas: number of drafts in each round, or just their mean. They vary, because a lookup may find
+    fewer tokens than requested, and the end of a text has no room for more.
     """
     every = list(gammas)
     spent = sum(g * costs.draft + verification(costs, g) for g in every)
@@ -80,9 +81,9 @@ def total(texts: Iterable[Run]) -> Stats:
 
 
 def row_bytes(checkpoint: Path, element: int) -> int:
-    """Of one token's keys and values in all layers, and of an encoder-decoder's source in all of
-    the decoder's. element: bytes of a number."""
-    from transformers import AutoConfig  # here: it takes seconds, and most suites do not ask
+    """Bytes of one row of keys and values in all layers: of one token, or, in an encoder-decoder,
+    of one source position in all layers of the decoder. element: bytes per number."""
+    from transformers import AutoConfig  # imported here: it takes seconds, and few suites need it
 
     config = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
 
@@ -98,9 +99,10 @@ def row_bytes(checkpoint: Path, element: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that decoding has to read: of the weights, of a row of all layers' caches; the draft's.
+    """Bytes that decoding must read.
 
-    rows: how many are in the cache, on average.
+    weights, row: the target's weights, and one row of the caches of all its layers. draft_weights,
+    draft_row: the same for the draft. rows: mean number of rows in the cache.
     """
 
     weights: float
@@ -110,6 +112,6 @@ class Traffic:
     draft_row: float = 0.0
 
     def of_round(self, drafted: float = 0.0) -> float:
-        """What a round with so many draft steps has to read."""
+        """Bytes that a round with this many draft steps must read."""
         target = self.weights + self.rows * self.row
         return target + drafted * (self.draft_weights + self.rows * self.draft_row)

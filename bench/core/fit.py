@@ -1,11 +1,11 @@
-"""What many figures come to: a median with quartiles, ratio estimates, exponents of growth.
+"""Summary statistics: median with quartiles, ratio estimates, exponents of growth.
 
-How fast y grows with x is a power law, or a power law on top of a constant. `power` is least
-squares in log-log, with Student's t for the 95 % interval: what a curve does over the measured
-range, good or bad as a power law may describe it (`worst` says which). A time that has a part that
-does not grow (reading the weights, starting Python) bends there. `marginal` fits y = a + b x^k with
-relative errors, so that k is the exponent of what does grow. Its interval is the profile's: all k
-that fit hardly worse than the best one (an F test of one parameter).
+The growth of y with x is described by a power law, or by a power law plus a constant. `power` fits
+the former by least squares in log-log space, with Student's t for the 95 % interval; `worst` shows
+how well a power law describes the curve over the measured range. A time with a constant part
+(reading the weights, starting Python) bends the curve. `marginal` therefore fits y = a + b x^k with
+relative errors, so that k is the exponent of the growing part. Its interval is a profile interval:
+all k that fit hardly worse than the best one (an F test of one parameter).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
-EXPONENTS = np.arange(1, 301) / 100  # that `marginal` tries
+EXPONENTS = np.arange(1, 301) / 100  # tried by `marginal`
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the quartiles, of `count` values."""
+    """The median and the quartiles of `count` values."""
 
     median: float
     low: float
@@ -32,7 +32,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread | None:
-        """None of no values."""
+        """None if there are no values."""
         if not values:
             return None
         low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).round(3).tolist()
@@ -45,10 +45,10 @@ class Spread:
 
 
 def ratio_estimates(sums: Numbers, counts: Numbers) -> tuple[list[float], list[float]]:
-    """All sums over all counts, [M], and the standard errors of those.
+    """The ratios of total sums to the total count, [M], and their standard errors.
 
-    sums: [D, M], of D documents or texts. counts: [D]. The errors are those of ratio estimates, in
-    which each of the D counts once, however large it is.
+    sums: [D, M] for D documents or texts. counts: [D]. The errors are those of ratio estimates,
+    where each of the D documents is one observation, whatever its size.
     """
     means = sums.sum(0) / counts.sum()
     off = sums - means * counts[:, None]
@@ -58,14 +58,14 @@ def ratio_estimates(sums: Numbers, counts: Numbers) -> tuple[list[float], list[f
 
 
 def rounded(value: float) -> float:
-    """To four digits."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 @dataclass(frozen=True)
 class Power:
-    """y = c x^exponent. low, high: the 95 % interval of the exponent. worst: the largest deviation
-    of a point from the line, relative to it."""
+    """y = c x^exponent. low, high: the 95 % interval of the exponent. worst: the largest relative
+    deviation of a point from the fit."""
 
     exponent: float
     low: float
@@ -74,13 +74,13 @@ class Power:
 
     def __str__(self) -> str:
         interval = f"({self.low:.2f} to {self.high:.2f})"
-        return f"x^{self.exponent:.2f} {interval}, off by {self.worst:.0%} at most"
+        return f"x^{self.exponent:.2f} {interval}, off by at most {self.worst:.0%}"
 
 
 @dataclass(frozen=True)
 class Marginal:
-    """y = constant + b x^exponent. low, high: the 95 % interval, None where the points do not bound
-    it: what there is beside the constant is too little, or too few points show it."""
+    """y = constant + b x^exponent. low, high: the 95 % interval of the exponent, None if the points
+    do not bound it, because the growing part is too small or too few points show it."""
 
     constant: float
     exponent: float
@@ -89,10 +89,10 @@ class Marginal:
 
 
 def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
-    """None for fewer than three points, or where one is not positive."""
+    """Fit a power law. None if there are fewer than three points, or one is not positive."""
     if len(x) < 3 or min(*x, *y) <= 0:
         return None
-    from scipy import stats  # here: most who import this module fit nothing
+    from scipy import stats  # imported here: most importers of this module fit nothing
 
     log_x, log_y = np.log(x), np.log(y)
     line = stats.linregress(log_x, log_y)
@@ -103,7 +103,8 @@ def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
 
 
 def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
-    """None for fewer than four points, or where one is not positive."""
+    """Fit a power law plus a constant. None if there are fewer than four points, or one is not
+    positive."""
     if len(x) < 4 or min(*x, *y) <= 0:
         return None
     scaled, weights = np.asarray(x) / max(x), 1 / np.asarray(y)
@@ -118,7 +119,8 @@ def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
 
 
 def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
-    """Least squares of a * constant + b * growing = 1 with a, b >= 0: the sum and a."""
+    """Solve a * constant + b * growing = 1 by least squares with a, b >= 0; returns the sum of
+    squares and a."""
     from scipy import optimize
 
     (a, _), norm = optimize.nnls(np.stack([constant, growing], axis=1), np.ones(len(constant)))
@@ -126,7 +128,7 @@ def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Student's t at 97.5 %."""
+    """The 97.5 % quantile of Student's t."""
     from scipy import stats
 
     return float(stats.t.ppf(0.975, freedom))

@@ -1,4 +1,4 @@
-"""What is made once and kept, such as a bundle or a converted checkpoint."""
+"""A cache of folders that are built once, such as bundles and converted checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .machine import CHECKOUT
 
 
 def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> Path:
-    """`folder`, filled by `make`, unless it has been since these folders' files changed."""
+    """`folder`, filled by `make` unless it is up to date with the files below `sources`."""
     files = sorted(path for source in sources for path in source.rglob("*") if _counts(path))
     wanted = json.dumps([[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in files])
     stamp = folder.with_name(f"{folder.name}.made-of.json")
     if folder.is_dir() and stamp.is_file() and stamp.read_text() == wanted:
         return folder
-    stamp.unlink(missing_ok=True)  # and it is written last: what is half made is made again
+    stamp.unlink(missing_ok=True)  # written last, so that an interrupted build is repeated
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make()
@@ -29,10 +29,10 @@ def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> P
 
 
 def run_module(module: str, *arguments: object) -> str | None:
-    """`python -m module` in a process of its own, whose words go to stderr. How it ended: with
-    which status and what last words; None where all is well."""
+    """Run `python -m module` in a separate process, with its output on stderr. Returns its exit
+    status and last line of output as a message, or None on success."""
     texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
-    last = "nothing said"
+    last = "no output"
     with subprocess.Popen(
         [sys.executable, "-m", module, *texts], cwd=CHECKOUT, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL, stdout=2,
@@ -46,5 +46,5 @@ def run_module(module: str, *arguments: object) -> str | None:
 
 
 def _counts(path: Path) -> bool:
-    """Whether what is made may depend on it: Python's compiled files are its own affair."""
+    """Whether the result may depend on this file; Python's compiled files do not count."""
     return path.is_file() and "__pycache__" not in path.parts

@@ -1,4 +1,4 @@
-"""The machine: what it is, how fast it reads memory, how much of that a process holds."""
+"""The machine: its description, its memory bandwidth, the memory of a process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runtime.files.machine import host_memory
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
-READ_BYTES = 1 << 29  # for each thread's share to be far beyond any cache of its own
+READ_BYTES = 1 << 29  # so that each thread's share is much larger than its caches
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """No host name, no path: this goes into public text."""
+    """A description of the machine, without host name or paths, because it is published."""
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     versions = {package: installed.get(package, "missing") for package in PACKAGES}
     return {
@@ -34,12 +34,12 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def sentence(about: dict[str, Any]) -> str:
-    """When and where, of what `describe` gave."""
+    """Date, threads and CPU, from the result of `describe`."""
     return f"{about['date']}, {about['threads']} threads of {about['cpu']}"
 
 
 def physical_cores() -> int:
-    """Cores that this process may use; the hyper-threads of a core count once."""
+    """Number of cores that this process may use; the hyper-threads of a core count as one."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -48,17 +48,17 @@ def physical_cores() -> int:
 
 
 def _cpu_name() -> str:
-    # A virtual machine may hide the model's name; its family and model number tell.
+    # A virtual machine may hide the model's name; family and model number identify it.
     info = dict(re.findall(r"(.*?)\t*: (.*)", Path("/proc/cpuinfo").read_text()))
     name = info.get("model name", platform.machine())
     return f"{name} (family {info.get('cpu family', '?')}, model {info.get('model', '?')})"
 
 
 class MemoryReader:
-    """Reads an array far larger than the caches, one slice a thread, and writes nothing.
+    """Reads an array much larger than the caches, one slice per thread, and writes nothing.
 
-    That is what a decoding step does to memory. numpy's maximum runs in vector registers and gives
-    the interpreter's lock back, so the threads only wait for memory.
+    A decoding step accesses memory in the same way. numpy's maximum uses vector registers and
+    releases the interpreter lock, so the threads only wait for memory.
     """
 
     def __init__(self, threads: int, size: int = READ_BYTES):
@@ -69,18 +69,18 @@ class MemoryReader:
 
     def __call__(self) -> None:
         begin = time.perf_counter()
-        # max, not sum: sums of float32 are pairwise, which is arithmetic on top.
+        # max instead of sum: float32 sums are pairwise, which adds arithmetic.
         list(self._pool.map(np.max, self._slices))
         self._best = min(self._best, time.perf_counter() - begin)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the fastest pass so far: a floor wants the best that there is."""
+        """Bytes per second of the fastest pass so far, because floors need the best case."""
         return self.bytes / self._best
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of this process: what it holds, and the most that it has held."""
+    """The current and the peak resident memory of this process, in bytes."""
     found = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     sizes = {name: 1024 * int(size) for name, size in found}
     return sizes["VmRSS"], sizes["VmHWM"]

@@ -1,4 +1,4 @@
-"""How plots look, and how they are written. matplotlib is of the extra `dev`."""
+"""Style and output of plots. matplotlib comes with the extra `dev`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-# Okabe and Ito's palette: told apart with any colour vision, and by marker and dash without any.
+# Okabe and Ito's palette: distinguishable with any colour vision. Markers and dashes differ too.
 ORANGE, BLUE, RED = "#E69F00", "#0072B2", "#D55E00"
-SETTINGS: Any = {  # its keys are literals to mypy
+SETTINGS: Any = {  # mypy expects literal keys
     "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "lines.markersize": 4,
     "lines.linewidth": 1.4, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 150,
@@ -17,7 +17,7 @@ SIZE = 7.0, 3.4  # inches
 
 
 def png(plot: Callable[[Any], object]) -> bytes:
-    """plot: draws on the axes that it is given; the legend of what it has labelled is above."""
+    """A plot as a PNG file. plot: draws on the axes that it is given. The legend goes above."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -1,8 +1,9 @@
-"""The texts that everything is measured on.
+"""The prompts of all benchmarks.
 
-`PROMPTS` are four beginnings of code for the bundled pair. `Prompts` makes token ids of an exact
-length in kinds like those of Spec-Bench (arXiv 2401.07851), from text that may be shipped: the
-bundled pair's held-out documents, files of Python's standard library that neither model has seen.
+`PROMPTS` are four beginnings of code for the bundled pair. `Prompts` makes prompts of an exact
+number of tokens, of kinds like those of Spec-Bench (arXiv 2401.07851), from text that may be
+redistributed: the bundled pair's held-out documents, files of Python's standard library that
+neither model has seen.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ PROMPTS = (
     "for key, value in items.items():\n",
 )
 KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
-SHORTEST = 400  # characters of a document that is of use
+SHORTEST = 400  # characters that a document must have
 TRIES = 1000
-COPIES = 2  # how often a copied function stands in full before it is begun again
+COPIES = 2  # full copies of a function before its first line is repeated
 
-# Greedy, the bundled target goes on with these when they fill the prompt. It has learned no more
-# copying than that: a function that stands in the prompt twice it does not repeat.
+# If one of these lines fills the prompt, the bundled target continues it greedily. It cannot copy
+# more than that: it does not repeat a function that occurs twice in the prompt.
 _LINES = (
     "{value}, {value}, {value}, {value}, ",
     "        self.assertEqual({name}, {value})\n",
@@ -59,12 +60,12 @@ TABLES = (
 
 
 class Prompts:
-    """Makes prompts from documents, with a model's own tokenizer; raises ValueError where the
-    documents have no code or no prose."""
+    """Makes prompts from documents with a model's own tokenizer. Raises ValueError if the documents
+    contain no code or no prose."""
 
     def __init__(self, tokenizer: Tokenizer, documents: Sequence[str], seed: int = 0):
         self._encode = partial(tokenizer.encode, add_special_tokens=False)
-        self._begin = tokenizer.encode("")  # what is before every prompt
+        self._begin = tokenizer.encode("")  # special tokens at the beginning of every prompt
         self._rng = np.random.default_rng(seed)
         usable = [document for document in documents if len(document) >= SHORTEST]
         self._code = [d for d in usable if _is_code(d)]
@@ -74,7 +75,7 @@ class Prompts:
         self._tables = 0
 
     def many(self, kind: str, count: int, length: int) -> list[list[int]]:
-        """`count` different prompts of a kind. Raises ValueError where there are not so many."""
+        """`count` different prompts of a kind. Raises ValueError if there are not enough."""
         make, some = getattr(self, kind), list[list[int]]()
         for _ in range(TRIES):
             if len(some) < count and (prompt := make(length)) not in some:
@@ -84,18 +85,18 @@ class Prompts:
         return some
 
     def completion(self, length: int) -> list[int]:
-        """Code up to some line."""
+        """A piece of code to continue."""
         return self._cut(self._document(self._code), length)
 
     def continuation(self, length: int) -> list[int]:
-        """Prose up to some place."""
+        """A piece of prose to continue."""
         return self._cut(self._document(self._prose), length)
 
     def editing(self, length: int) -> list[int]:
-        """A function several times over, and its first line once more.
+        """A function several times in a row, followed by its first line.
 
-        Most of the answer can be copied. What is left of the length stands before it. Raises
-        ValueError where none fits.
+        Most of the answer can be copied. Other code fills the rest of the length before it. Raises
+        ValueError if no function fits.
         """
         for _ in range(TRIES):
             source = self._document(self._code)
@@ -110,13 +111,13 @@ class Prompts:
         raise ValueError(f"no function fits {COPIES} times into {length} tokens")
 
     def question(self, length: int) -> list[int]:
-        """A passage, and what asks for it."""
+        """A passage, followed by a question about it."""
         ending = self._encode("\n\nQuestion: what does this say?\n\nAnswer: this says that ")
         passage = self._cut(self._document(self._prose), length - len(ending))
         return [*passage, *ending]
 
     def table(self, length: int) -> list[int]:
-        """A line of a table, the next one each time, until the prompt is full."""
+        """One line of `TABLES` repeated until the prompt is full; each call takes the next line."""
         line = TABLES[self._tables % len(TABLES)]
         self._tables += 1
         return [*self._begin, *self._encode(line * length)][:length]
@@ -125,7 +126,7 @@ class Prompts:
         return documents[int(self._rng.integers(len(documents)))]
 
     def _cut(self, text: str, length: int) -> list[int]:
-        """`length` ids from some line on."""
+        """`length` ids, starting at a random line of the text."""
         lines = text.splitlines(keepends=True)
         start = int(self._rng.integers(max(1, len(lines) // 2)))
         others = self._code if _is_code(text) else self._prose
@@ -133,7 +134,7 @@ class Prompts:
         return [*self._begin, *self._filled(ids, others, length - len(self._begin))]
 
     def _filled(self, ids: list[int], documents: Sequence[str], length: int) -> list[int]:
-        """So many ids, with those of further documents behind them."""
+        """`length` ids: `ids`, continued with further documents if necessary."""
         while len(ids) < length:
             ids += self._encode(self._document(documents))
         return ids[:length]

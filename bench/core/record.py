@@ -1,4 +1,4 @@
-"""A text with its rounds: how many drafts each had, and how long it took."""
+"""Records the rounds of a text: the number of drafts and the time of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .clock import sample
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """gamma: drafts. Seconds: of the round, of the draft's missing rows, of the draft's steps."""
+    """One round. gamma: number of drafts. seconds: time of the whole round. catch_up: time to
+    compute rows that were missing in the draft's cache. draft: time of the draft's steps."""
 
     gamma: int
     seconds: float
@@ -26,7 +27,7 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One text. lost: the share of its time that went to other processes."""
+    """One text. lost: share of its time that was lost to other processes."""
 
     rounds: Sequence[RoundRecord]
     stats: Stats
@@ -34,15 +35,15 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of its rounds. The prompt's prefill is left out, the draft's too; what a draft has to
-        read after rounds that went without it is not."""
+        """Time of its rounds. Excludes the prompt's prefill, also the draft's; includes the time in
+        which the draft catches up after rounds without drafts."""
         prompt = next((x.catch_up for x in self.rounds if x.catch_up), 0.0)
         return sum(x.seconds for x in self.rounds) - prompt
 
 
 class _Watched:
-    """Stands before a decoder's rounds (`runtime.sequence.Rounds`) and notes what had been counted
-    when each of them began."""
+    """Wraps a decoder's rounds (`runtime.sequence.Rounds`) and records the time counters at the
+    start of each round."""
 
     sequence: ActiveSequence
 
@@ -72,7 +73,7 @@ class _Watched:
 
 
 def recorded(engine: TextEngine, generate: Callable[[], object]) -> Run:
-    """generate: decodes one text by this engine."""
+    """Record the text that `generate` decodes with this engine."""
     decoder = engine.decoder
     rounds, watched = decoder.rounds, _Watched(decoder.rounds)
     decoder.rounds = watched

@@ -1,4 +1,4 @@
-"""The same texts decoded in several ways by engines in this process, and what that gains."""
+"""Decoding the same texts in several ways in this process, and the speedups."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from .fit import ratio_estimates, rounded
 from .record import Run, recorded
 
 WARM_UP = 24  # tokens
-PASSES = 3  # over a text that was disturbed
+PASSES = 3  # at most, over a text that was disturbed
 Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to decode. options: those of `Options`, but for the length and the seed."""
+    """A way to decode. options: fields of `Options`, except length and seed."""
 
     engine: TextEngine
     options: Mapping[str, Any]
 
 
-Texts = Sequence[Mapping[Name, Run]]  # of each text, a run of every way
+Texts = Sequence[Mapping[Name, Run]]  # for each text, one run per way
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the same text without drafts."""
+    """Options for the same text without drafts."""
     return {"gamma": 0, "temperature": options["temperature"]}
 
 
 def load_pair(folder: str, threads: int) -> TextEngine:
-    """A bundle on the CPU, for one text at a time. Raises OutriderError as `load`, and "option"."""
+    """Load a bundle on the CPU, for one text at a time. Raises OutriderError as `load` does, and
+    OutriderError("option") if there is no draft model."""
     engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
     if engine.decoder.draft is None:
         cause = "the bundle has no draft model"
@@ -52,10 +53,10 @@ def load_pair(folder: str, threads: int) -> TextEngine:
 
 
 def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
-    """The same models behind a decoder whose policies have seen no costs.
+    """A new engine with the same models, whose policies have not seen any costs yet.
 
-    rounds: other ones on these models; None for the engine's own. One text at a time, of all that
-    share them.
+    rounds: other rounds on these models; None for the engine's own. Engines that share models must
+    decode one text at a time.
     """
     old, pair = engine.decoder, engine.manifest.pair
     decoder = Decoder(
@@ -69,13 +70,14 @@ def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
 
 
 def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
-    """Exactly `tokens` tokens: an end of the text counts as any other token."""
+    """Decode exactly `tokens` tokens; end-of-text tokens are ignored."""
     options = {**way.options, "max_new_tokens": tokens, "seed": seed, "ignore_eos": True}
     return recorded(way.engine, lambda: way.engine.generate(prompt, **options))
 
 
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:
-    """Calls of shapes that were not seen before cost more. What a policy learns is left to it."""
+    """Decode a short text in each way, because the first call of a shape takes longer. Ways whose
+    policy learns costs are skipped."""
     for way in ways.values():
         gamma = way.options["gamma"]
         if isinstance(gamma, int) and way.options.get("fallback", "off") == "off":
@@ -85,10 +87,10 @@ def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:
 def decode_all(
     ways: Mapping[Name, Way], prompt: Sequence[int], tokens: int, seed: int, clock: Clock
 ) -> dict[Name, Run]:
-    """A run of each way on one prompt, in an order of its own (`clock.order` of the seed).
+    """One run of each way on one prompt, in an order that depends on the seed (`clock.order`).
 
-    If other processes disturbed that it is done again, while the clock has patience. The least
-    disturbed pass counts.
+    A pass that other processes disturbed is repeated while the clock has patience. The least
+    disturbed pass is returned.
     """
     best: dict[Name, Run] = {}
     least = math.inf
@@ -107,10 +109,10 @@ def decode_all(
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Times as fast as plain decoding.
+    """Speedup over plain decoding.
 
-    total: all texts as one. error: its standard error, relative, to which the texts' own
-    differences add. median: of the texts.
+    total: speedup over all texts together. error: its relative standard error, which includes the
+    differences between texts. median: median over texts.
     """
 
     total: float
@@ -122,17 +124,18 @@ class Gain:
 
 
 def disturbance(texts: Texts[Any]) -> float:
-    """The largest share of its time that any of these runs lost."""
+    """The largest share of time that any of these runs lost to other processes."""
     return max(run.lost for text in texts for run in text.values())
 
 
 def quiet(texts: Texts[Name]) -> list[Mapping[Name, Run]]:
-    """The texts of which no way was disturbed; the less disturbed half where they are fewer."""
+    """The texts with no disturbed run; if these are fewer than half, the less disturbed half."""
     return undisturbed(texts, lambda text: disturbance([text]), (len(texts) + 1) // 2)
 
 
 def gain(texts: Texts[Name], way: Name, plain: Name) -> Gain:
-    """Of at least one text; all have the same number of tokens."""
+    """The speedup of `way` over `plain`. There must be at least one text; all texts have the same
+    number of tokens."""
     ours = np.array([text[way].seconds for text in texts])
     theirs = np.array([text[plain].seconds for text in texts])
     (total,), (error,) = ratio_estimates(theirs[:, None], ours)

@@ -1,4 +1,4 @@
-"""Tables of figures, for a terminal and for a document, and the places that they have in one."""
+"""Tables of figures, for terminals and for documents, and their places in a document."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from runtime.files.errors import OutriderError
 
-Column = tuple[str, str, str]  # key of a row's values, heading, `format`'s specification of one
-PAGE = 100  # columns of a document's text
-MARKED = " *"  # of a row whose figures other processes disturbed
+Column = tuple[str, str, str]  # key of a row's values, heading, format specification
+PAGE = 100  # text width of a document
+MARKED = " *"  # appended to rows whose figures other processes disturbed
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a heading for each column, rows of cells, and lines of notes below.
+    """A title, one heading per column, rows of cells, and notes below.
 
-    name: of its place in a document, between `<!-- name -->` and `<!-- end -->`.
+    name: names the table's place in a document, between `<!-- name -->` and `<!-- end -->`.
     """
 
     title: str
@@ -29,7 +29,7 @@ class Table:
     name: str = ""
 
     def text(self, markdown: bool = False) -> str:
-        """Aligned columns, the first to the left; or Markdown."""
+        """The table as text with aligned columns (the first left-aligned), or as Markdown."""
         if markdown:
             rule = ["---", *["---:"] * (len(self.head) - 1)]
             lines = [f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows)]
@@ -53,9 +53,9 @@ def table_of(
     columns: Sequence[Column],
     notes: Sequence[str] = (),
 ) -> Table:
-    """A table of named rows of values, without the columns in which no row has any.
+    """A table of named rows of values. Columns in which no row has a value are omitted.
 
-    A row whose values have a true "disturbed" is marked.
+    Rows whose values have a true "disturbed" are marked.
     """
     found = list(rows)
     used = [c for c in columns if any(values.get(c[0]) is not None for _, values in found)]
@@ -68,15 +68,16 @@ def table_of(
 
 
 def update(document: str, tables: Iterable[Table]) -> str:
-    """The document with these tables in their places. Raises OutriderError "option"."""
+    """The document with these tables inserted in their places. Raises OutriderError("option") if a
+    table does not have exactly one place."""
     for table in tables:
         pattern = rf"(<!-- {table.name} -->\n).*?(<!-- end -->)"
         place = re.compile(pattern, re.DOTALL)
         if len(place.findall(document)) != 1:
             raise OutriderError(
                 "option",
-                f"the document has no one place for the table {table.name}",
-                f"Add a line <!-- {table.name} --> and after it a line <!-- end -->.",
+                f"the document does not have exactly one place for the table {table.name}",
+                f"Add one line <!-- {table.name} --> and a line <!-- end --> below it.",
             )
         made = table.text(markdown=True).replace("\\", r"\\")
         document = place.sub(rf"\g<1>{made}\n\g<2>", document)

@@ -1,1 +1,1 @@
-"""A page on what speculative decoding gains on a bundle, and why."""
+"""An HTML page about the speedup of speculative decoding on a bundle, and its causes."""

@@ -1,4 +1,4 @@
-"""What a report measures."""
+"""The measurements of a report."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """texts[gamma]: one for each prompt, in their order. lost: seconds for which threads waited for
-    a core, in each second of measuring."""
+    """texts[gamma]: one text per prompt, in their order. lost: seconds for which threads waited for
+    a core, per second of measuring."""
 
     found: Findings
     texts: Mapping[int, Sequence[Stats]]
     lost: float = 0.0
 
     def expected(self, gamma: int) -> float:
-        """Theorem 3.8 with the verification's measured width."""
+        """The speedup of Theorem 3.8 with the measured cost of a verification of this width."""
         found = self.found
         return speedup(found.alpha, gamma, found.costs.draft, found.costs.verify[gamma])
 
     def ratios(self, gamma: int) -> list[float]:
-        """Of each prompt, the speed over plain decoding's, without the prefill."""
+        """For each prompt, the speedup over plain decoding, without the prefill."""
         return [
             (a.round_tokens / a.time_rounds) / (b.round_tokens / b.time_rounds)
             for a, b in zip(self.texts[gamma], self.texts[0], strict=True)
@@ -46,13 +46,14 @@ def take(
     tokens: int,
     note: Callable[[str], None],
 ) -> Measurement:
-    """Every prompt with every gamma, several times over; of each the quickest counts, because on a
-    machine that is not ours alone the others were kept waiting. Raises OutriderError "prompt"."""
+    """Measure every prompt with every gamma several times. The fastest run of each counts, because
+    on a shared machine slower runs had to wait for other processes. Raises OutriderError("prompt")
+    if a prompt is too long."""
     texts: dict[int, list[Stats]] = {g: [] for g in range(engine.decoder.max_gamma + 1)}
     begin, waited = time.perf_counter(), lost_seconds()
     for number, prompt in enumerate(prompts, start=1):
         note(f"prompt {number} of {len(prompts)}, with gamma 0 to {engine.decoder.max_gamma}")
-        # All gammas each time: what changes, changes for all of them.
+        # All gammas in each run, so that changes of the machine affect all of them.
         runs = [measure(engine, [prompt], temperature, tokens) for _ in range(REPEATS)]
         if not all(runs[0].values()):
             cause = f"prompt {number} leaves no room for a round"

@@ -1,7 +1,7 @@
-"""python -m bench report: one page on what speculative decoding gains on a bundle.
+"""python -m bench report: an HTML page about the speedup of speculative decoding on a bundle.
 
-It measures every prompt with every gamma and writes one HTML file with its plot inside, for a
-browser without a network. Progress goes to stderr, the page's path to stdout.
+Measures every prompt with every gamma and writes one HTML file with an embedded plot, which can be
+viewed offline. Progress goes to stderr, the path of the page to stdout.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ..core.prompts import PROMPTS
 from .numbers import REPEATS, Measurement, take
 
 PAGE = "index.html"
-MARK = b'<meta name="generator" content="Outrider bench.report">'  # tells our pages apart
-BUSY = 0.1  # of `Measurement.lost`, from which on the page warns
+MARK = b'<meta name="generator" content="Outrider bench.report">'  # identifies pages of this report
+BUSY = 0.1  # value of `Measurement.lost` above which the page shows a warning
 
 
 def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
-    """The page. text: `told` of the measurement. Whatever a model, a prompt or a bundle says is
-    text in it, never markup."""
+    """The page as HTML. text: `told` of the measurement. Text from models, prompts and bundles is
+    escaped."""
     image = png(lambda axes: speed_plot(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -63,12 +63,12 @@ def speed_plot(axes: Any, m: Measurement) -> None:
     found, gammas = m.found, list(m.found.measured)
     theory = [speedup(found.alpha, g, found.costs.draft) for g in gammas]
     axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
-    label = "Theorem 3.8 with the measured widths"
+    label = "Theorem 3.8 with the measured cost of each width"
     axes.plot(gammas, [m.expected(g) for g in gammas], color=BLUE, marker="s", label=label)
-    label = "measured, median of the prompts"
+    label = "measured, median over prompts"
     axes.plot(gammas, list(found.measured.values()), color=RED, marker="o", label=label)
     low, high = zip(*((min(r), max(r)) for r in map(m.ratios, gammas)), strict=True)
-    label = "least and most of the prompts"
+    label = "measured, range over prompts"
     axes.vlines(gammas, low, high, color=RED, alpha=0.35, linewidth=3, label=label)
     axes.axhline(1, color="0.4", linewidth=1, label="plain decoding")
     axes.set(xlabel="draft tokens γ", ylabel="speedup, without the prefill", ylim=(0, None))
@@ -92,28 +92,31 @@ def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict
         "Versions": ", ".join(
             f"{k} {v}" for k, v in {**about["versions"], **manifest.versions}.items() if v
         ),
-        "Measured": f"{prompts} prompts with every γ, of {REPEATS} runs the quickest",
+        "Measured": f"{prompts} prompts with every γ, the fastest of {REPEATS} runs",
         "Command": shlex.join(words),
     }
 
 
 def check_page(page: Path) -> None:
-    """Raises OutriderError "disk" where something else than a page of ours would be replaced, or
-    nothing may be written."""
+    """Raises OutriderError("disk") if a file that is not a report page would be replaced, or if the
+    folder is not writable."""
     check_place(page.parent)
     if page.exists() and MARK not in page.read_bytes()[:2000]:
-        raise OutriderError("disk", f"{page} is not a page of ours", "Choose another --out.")
+        raise OutriderError(
+            "disk", f"{page} exists and is not a report page", "Choose another --out."
+        )
 
 
 def write(text: str, page: Path) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     with replacing(page) as new:
-        # A token may be half a surrogate pair to some tokenizers.
+        # With some tokenizers a token may be half of a surrogate pair.
         new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def prompts_of(source: str | None) -> list[str]:
-    """One a line; a line that is a JSON string is what that says. Raises "prompt"."""
+    """The prompts of a file, one per line; a line may be a JSON string. Raises
+    OutriderError("prompt") if there are none."""
     if source is None:
         return list(PROMPTS)
     whole = prompt_from(argparse.Namespace(messages=None, prompt=None, prompt_file=source))
@@ -126,19 +129,21 @@ def prompts_of(source: str | None) -> list[str]:
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
         cause = f"{source_name(source)} has no prompts"
-        raise OutriderError("prompt", cause, "Write one on each line.")
+        raise OutriderError("prompt", cause, "Write one prompt per line.")
     return prompts
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(prog="python -m bench report", description=__doc__)
     add = made.add_argument
-    add("--engines", required=True, metavar="DIR", help="a bundle with a draft")
-    add("--prompts", metavar="FILE", help="one a line, of your own kind; a line may be a JSON "
-        'string, "for several\\nlines"; default: four beginnings of Python files')  # fmt: skip
-    add("--out", metavar="DIR", help="the page's folder; default: build/report/<name>")
-    add("--tokens", type=int, default=96, metavar="N", help="for each prompt and gamma; default 96")
-    add("--temperature", type=float, default=0.0, metavar="T", help="default 0")
+    add("--engines", required=True, metavar="DIR", help="bundle with a draft model")
+    add("--prompts", metavar="FILE", help="file with one prompt per line; a line may be a JSON "
+        'string, "for several\\nlines" (default: four beginnings of Python files)')  # fmt: skip
+    add("--out", metavar="DIR", help="folder of the page (default: build/report/<name>)")
+    add("--tokens", type=int, default=96, metavar="N",
+        help="number of tokens for each prompt and gamma (default: %(default)s)")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T",
+        help="sampling temperature (default: 0)")  # fmt: skip
     return made
 
 
@@ -149,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     clock = Clock()
-    # All that can be refused is refused before anything is measured.
+    # Check everything that can be checked before anything is measured.
     if importlib.util.find_spec("matplotlib") is None:
         raise OutriderError(
             "backend", "matplotlib is not installed", "Install it: pip install 'matplotlib>=3.10'."
@@ -158,7 +163,7 @@ def _main(args: argparse.Namespace) -> int:
         raise OutriderError("option", f"tokens={args.tokens} is out of range", "Use 2 or more.")
     prompts = prompts_of(args.prompts)
     page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE
-    engine = load(args.engines, reuse=False)  # every text has its prefill
+    engine = load(args.engines, reuse=False)  # every text includes its own prefill
     if engine.decoder.draft is None:
         raise OutriderError(
             "option", f"{args.engines} has no draft model", "Build it with DRAFT=<draft>."

@@ -109,7 +109,7 @@ def test_the_page_of_a_bundle(
     page.check_page(out / page.PAGE)  # its own may be replaced
     (out / page.PAGE).write_text("x")
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
-    assert "is not a page of ours" in error_line(capsys.readouterr().err, "disk")
+    assert "is not a report page" in error_line(capsys.readouterr().err, "disk")
     assert leftovers(out) == []
 
 

@@ -279,7 +279,7 @@ def test_a_document_gets_its_tables() -> None:
     assert made.startswith("before\n<!-- here -->\n**some**") and "old" not in made
     assert "| 1\\g |" in made and made.endswith("after\n<!-- end -->\n")
     assert update(made, [table]) == made
-    with pytest.raises(OutriderError, match="no one place for the table there"):
+    with pytest.raises(OutriderError, match="exactly one place for the table there"):
         update(page, [replace(table, name="there")])
 
 
@@ -325,7 +325,7 @@ def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
     assert "no place for a table made-up-" in error_line(capsys.readouterr().err, "option")
     for folder in page, page / "deeper":
         assert suite.main(["--out", str(folder)]) == EXIT_STATUS["disk"]
-        assert "page.md is no folder" in error_line(capsys.readouterr().err, "disk")
+        assert "page.md is not a writable folder" in error_line(capsys.readouterr().err, "disk")
     assert not measured
     page.write_text("<!-- made-up-2 -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]

@@ -1,9 +1,9 @@
-"""Pairs to measure: checkpoints that cost what real ones cost, and bundles of them.
+"""Pairs for benchmarks: checkpoints with the costs of real models, and bundles of them.
 
-A small trained pair does not have the costs of real models, and random weights have no acceptance.
-So the bundled target is grown to a real model's shape without changing what it says (`grow`), and a
-draft is made that agrees with it about as often as is asked for (`blur`). There is no trained
-encoder-decoder, so those are random, and say what is known beforehand (`seq2seq`).
+A small trained pair does not have the costs of real models, and with random weights no draft token
+would be accepted. So the bundled target is grown to a real model's shape without changing its
+output (`grow`), and a draft is made that agrees with it at about the requested rate (`blur`). There
+is no trained encoder-decoder at hand, so those have random weights and a known output (`seq2seq`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
 __all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "own", "place"]
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
-BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
+BUILDERS = "export", "engines", "runtime/files"  # code that bundles depend on
 WEIGHTS = {"float32": [], "mixed": ["--draft-weights", "int8"]}
-DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bundled target has
+DRAFT_HIDDEN = 288  # a larger vocabulary needs three more channels than the bundled target has
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Folders of checkpoints, the shape that they are made in, the acceptance asked for. Of a
-    user's own the shape is their names, and alpha None. context: the longest text, in tokens."""
+    """A pair of checkpoints. shape: name of the shape that they were made in; for a user's own
+    checkpoints their names. alpha: requested acceptance rate; None for a user's own. context:
+    maximum length of a text in tokens."""
 
     target: Path
     draft: Path | None
@@ -39,22 +40,23 @@ class Pair:
 
 
 def own(target: Path, draft: Path | None) -> Pair:
-    """A user's checkpoints. Raises OutriderError, also for what other systems do not read."""
-    from export.checkpoint import find  # here: Transformers
+    """A user's checkpoints. Raises OutriderError, also for checkpoints that the other systems
+    cannot read."""
+    from export.checkpoint import find  # imported here because it imports Transformers
 
-    # Resolved: what others make of them is kept by their folders' names.
+    # Resolved, because conversions by other systems are cached under the folders' names.
     given = [path.resolve() if path.exists() else path for path in (target, draft) if path]
     found = [find(str(path)) for path in given]
     names = [each.path.name for each in found]
     refuse_first([
-        (len({*names}) < len(names), f"both folders are called {names[0]}", "Rename one of them."),
+        (len({*names}) < len(names), f"both folders are named {names[0]}", "Rename one of them."),
     ])  # fmt: skip
     for each in found:
         refuse_first([
-            (each.has_encoder, f"{each.source} is an encoder-decoder, and would need sources",
-             "Measure a shape like it: --shape t5-base or whisper-small."),
-            (each.gguf is not None, f"{each.source} is a GGUF file, and not all systems read it",
-             "Name a folder in the Hugging Face layout."),
+            (each.has_encoder, f"{each.source} is an encoder-decoder, which needs other inputs",
+             "Measure a similar shape: --shape t5-base or whisper-small."),
+            (each.gguf is not None, f"{each.source} is a GGUF file, which not all systems can read",
+             "Use a folder in the Hugging Face layout."),
             (not list(each.path.glob("*.safetensors")), f"{each.source} has no safetensors file",
              "Save it with Transformers, which writes one."),
             (not (each.path / TOKENIZER_FILE).is_file(), f"{each.source} has no {TOKENIZER_FILE}",
@@ -65,20 +67,20 @@ def own(target: Path, draft: Path | None) -> Pair:
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:
-    """A target in that shape, and a draft of acceptance alpha; made unless they are there.
+    """A target in that shape and a draft with acceptance rate alpha, built unless they exist.
 
-    Of `SHAPES`, the target is the bundled one, and the draft that with noise, as it was before it
-    was grown, but with as many tokens: so its cost is that of a small model with a large
-    vocabulary. Raises OutriderError "option" for an alpha that is none, and as `grow.grow`,
-    `blur.blur` and `seq2seq.write`.
+    For `SHAPES`, the target is the bundled one, grown. The draft is the bundled target with noise,
+    grown only to the larger vocabulary, so it costs as much as a small model with a large
+    vocabulary. Raises OutriderError("option") if alpha is not between 0 and 1, and the errors of
+    `grow.grow`, `blur.blur` and `seq2seq.write`.
     """
     from . import seq2seq
     from .blur import blur
     from .grow import grow
 
     if not 0 < alpha < 1:
-        cause = f"an acceptance of {alpha:g} is out of range"
-        raise OutriderError("option", cause, "Use one between 0 and 1.")
+        cause = f"the acceptance rate {alpha:g} is out of range"
+        raise OutriderError("option", cause, "Use a value between 0 and 1.")
     target, draft = work / shape, work / f"{shape}-draft-{alpha:g}"
     blurred = work / f"blurred-{alpha:g}"
     if shape in SHAPES:
@@ -98,7 +100,7 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
 def place(
     target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> tuple[Path, list[Path]]:
-    """The folder of the bundle of a pair, and the folders that it is made of."""
+    """The folder of a pair's bundle, and the folders that the bundle is built from."""
     named = f"{target.name}-{draft.name if draft else 'none'}-{max_len}-{precision}"
     models = [target, draft] if draft else [target]
     return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
@@ -107,10 +109,11 @@ def place(
 def bundle(
     target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> Path:
-    """What `make engines` makes of a pair, in `work`, made unless it is there.
+    """A pair's bundle, as `make engines` builds it, in `work`; built unless it exists.
 
-    precision: int8 or int4, of the weights of float32 graphs; "mixed" for int8 of the draft's
-    alone; or float32. Raises OutriderError "backend"; stderr has said why.
+    precision: int8 or int4 for quantised weights in float32 graphs; "mixed" to quantise only the
+    draft, to int8; or float32. Raises OutriderError("backend") if the build fails; the reason is on
+    stderr.
     """
     folder, sources = place(target, draft, work, max_len=max_len, precision=precision)
 
@@ -127,4 +130,4 @@ def bundle(
 def _run(module: str, *arguments: object) -> None:
     if said := run_module(module, *arguments):
         cause = f"python -m {module} {said}"
-        raise OutriderError("backend", cause, "See what it has said above.")
+        raise OutriderError("backend", cause, "See its output above.")

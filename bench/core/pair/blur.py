@@ -1,11 +1,12 @@
-"""A draft that agrees with its target as often as is wanted: the target itself, with noise.
+"""A draft that agrees with its target at a given rate: the target itself with added noise.
 
-Every matrix gets Gaussian noise of `noise` times its own standard deviation, the same numbers at
-every size. Bisection finds the size at which alpha, the mean of sum min(p, q) at temperature 1
-(Corollary 3.6), is what is wanted on held-out text. Noise only takes away from an alpha of 1.
+Every matrix gets Gaussian noise with `noise` times its own standard deviation, from the same random
+numbers at every size. Bisection finds the size at which alpha, the mean of sum min(p, q) at
+temperature 1 (Corollary 3.6), has the requested value on held-out text. Noise can only lower alpha,
+which is 1 without it.
 
-Alpha depends on the text. What decoding meets is what the target writes itself, whose acceptance
-the suites tell.
+Alpha depends on the text. In decoding, the text is the target's own output; the suites report the
+acceptance rate on that.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from runtime.files.progress import stage
 
 from .grow import load_llama, write_checkpoint
 
-WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, by which alpha is known to about 0.005
-CLOSE = 1e-3  # the bisection ends this near to the wanted alpha
+WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, which determine alpha to about 0.005
+CLOSE = 1e-3  # the bisection ends this close to the requested alpha
 FIRST_NOISE = 0.05
 MOST_TRIES = 30
 
@@ -35,7 +36,7 @@ MOST_TRIES = 30
 def blur(target: Path, out: Path, alpha: float) -> None:
     """Write `target` with noise to `out`, which must be new or empty.
 
-    Raises OutriderError "checkpoint", "architecture", "option", "disk".
+    Raises OutriderError of kind "checkpoint", "architecture", "option" or "disk".
     """
     refuse_foreign(out, "config.json")
     judge, model = load_llama(target), load_llama(target)
@@ -48,7 +49,8 @@ def blur(target: Path, out: Path, alpha: float) -> None:
 
 
 def _windows(folder: Path, context: int) -> torch.Tensor:
-    """int64 [WINDOWS or fewer, WINDOW], spread over the texts; each begins as its text does."""
+    """int64 [WINDOWS or fewer, WINDOW], spread over the held-out texts; each window begins with the
+    first token of its text."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     width = min(WINDOW, context)
     found = []
@@ -59,7 +61,7 @@ def _windows(folder: Path, context: int) -> torch.Tensor:
 
 
 def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], float]:
-    """What gives the draft noise of a size, and measures its acceptance."""
+    """A function that sets the draft's noise to a given size and returns its acceptance rate."""
     generator = torch.Generator().manual_seed(0)
     matrices = [p for p in draft.parameters() if p.dim() > 1]
     quiet = [p.detach().clone() for p in matrices]
@@ -75,7 +77,8 @@ def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], 
 
 
 def bisect(at: Callable[[float], float], alpha: float) -> tuple[float, float]:
-    """The size of noise, and the acceptance at it; the draft is left with that."""
+    """Find the size of noise for an acceptance rate of alpha. Returns the size and the rate that
+    was reached; the draft is left with that noise."""
     size, low, high = FIRST_NOISE, 0.0, math.inf
     for _ in range(MOST_TRIES):
         found = at(size)
@@ -87,5 +90,7 @@ def bisect(at: Callable[[float], float], alpha: float) -> tuple[float, float]:
             high = size
         size = (low + high) / 2 if high < math.inf else 2 * low
     raise OutriderError(
-        "option", f"no noise gave an acceptance of {alpha:g}", "Use one not so near to 0 or 1."
+        "option",
+        f"no noise gave an acceptance rate of {alpha:g}",
+        "Use a value further from 0 and 1.",
     )

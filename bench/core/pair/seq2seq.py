@@ -1,18 +1,20 @@
-"""Encoder-decoder pairs in published shapes, with drafts that agree as often as is asked for.
+"""Encoder-decoder pairs in published shapes, with drafts that agree at a given rate.
 
-There is no trained one at hand that could be grown. The weights are random, and what a layer writes
-to the residual stream is scaled by `QUIET`: a layer costs what it costs and changes hardly a thing.
-The last MLP of the decoder alone speaks up: half of it is S, the other half -S, and both relu(x) -
-relu(-x) and gelu(x) - gelu(-x) are x. So the decoder is a bigram model of its tied embeddings E,
+There is no trained pair at hand that could be grown. The weights are random, and the output that
+each layer adds to the residual stream is scaled by `QUIET`: a layer has its usual cost, but almost
+no effect. Only the last MLP of the decoder has a large output: half of it is S, the other half -S,
+and both relu(x) - relu(-x) and gelu(x) - gelu(-x) are x. So the decoder is a bigram model of its
+tied embeddings E,
 
     logits(x) = c E S norm(E[x]),
 
-where S moves each channel to the next one. A wider target has the draft's E beside zeros, and so
-its logits, up to rounding and what is whispered. Noise on the draft's S then takes away acceptance
-until it is what was asked for (`blur.bisect`). Four bits lose nothing of the S that the target has.
+where S moves each channel to the next one. A wider target has the draft's E padded with zeros, and
+therefore the same logits, up to rounding and the small outputs of the other layers. Noise on the
+draft's S then lowers the acceptance rate to the requested value (`blur.bisect`). The target's S is
+exact in 4 bits.
 
-What such a target says at temperature 0 is known beforehand (`says`), so a source can hold some of
-it. The end of a text is as good as never said.
+The output of such a target at temperature 0 is known beforehand (`says`), so a source can contain
+parts of it. The end-of-text token practically never occurs.
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ from .blur import bisect
 from .grow import name_tokens
 from .shapes import Seq2Seq
 
-library: Any = transformers  # without annotations
+library: Any = transformers  # has no annotations
 
 QUIET, LOUD = 2.0**-10, 2.0**10
-# Standard deviation of a logit. 32,000 normal numbers of that size, as logits, give half of the
-# probability to one token.
+# Standard deviation of a logit. With 32,000 normally distributed logits of this size, one token
+# gets half of the probability.
 PEAK = 6.0
-PREDICTIONS = 512  # of which the acceptance is the mean: it is known to about 0.01
-END, PLAIN = 0, 4096  # tokens of the bundled tokenizer: the end of a text, and how many there are
-LAST = ("<|startoftranscript|>", "<|nospeech|>", "<|notimestamps|>")  # of a Whisper's vocabulary
+PREDICTIONS = 512  # averaged for the acceptance rate, which is then known to about 0.01
+END, PLAIN = 0, 4096  # the bundled tokenizer's end-of-text token, and its number of tokens
+LAST = ("<|startoftranscript|>", "<|nospeech|>", "<|notimestamps|>")  # end of Whisper's vocabulary
 WRITERS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight", "embed_positions.weight")
 
 
 def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> None:
-    """The target, which is the same for every alpha, unless it is there; and the draft, to a folder
-    that is new or empty. Raises OutriderError as `blur.bisect`."""
+    """Write the target, which is the same for every alpha, unless it exists; and the draft, to a
+    folder that must be new or empty. Raises OutriderError as `blur.bisect` does."""
     library.logging.set_verbosity_error()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         width, tokens = shape.draft["d_model"], shape.common["vocab_size"]
         embedding = torch.randn(tokens, width)
-        embedding -= embedding.mean(1, keepdim=True)  # so that a norm that takes it away finds none
+        embedding -= embedding.mean(1, keepdim=True)  # no effect of norms that subtract the mean
         embedding[END] = 0
         clean, noise = torch.eye(width).roll(1, 0), torch.randn(width, width) / width**0.5
         ids = torch.randint(1, tokens, (PREDICTIONS,))
@@ -68,7 +70,7 @@ def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> None:
 
 
 def configuration(shape: Seq2Seq, sizes: dict[str, int]) -> Any:
-    """Of Transformers. sizes: the target's or the draft's."""
+    """The configuration for Transformers. sizes: the target's or the draft's."""
     own = {"begin_suppress_tokens": None} if shape.sound else {}
     return getattr(library, shape.config)(
         **shape.common, **sizes, **own, decoder_start_token_id=shape.begin[0],
@@ -77,7 +79,7 @@ def configuration(shape: Seq2Seq, sizes: dict[str, int]) -> Any:
 
 
 def says(shape: Seq2Seq, target: Path, token: int, count: int) -> list[int]:
-    """What the checkpoint says at temperature 0 after a token, by the formula."""
+    """The checkpoint's output at temperature 0 after a token, computed by the formula."""
     from safetensors.torch import load_file
 
     stored = load_file(target / "model.safetensors")
@@ -87,7 +89,7 @@ def says(shape: Seq2Seq, target: Path, token: int, count: int) -> list[int]:
     for _ in range(count):
         row = embedding[said[-1]].clone()
         loud = LOUD * row / row.square().mean().sqrt()
-        row[:width] += loud[:width].roll(1)  # what it was is still there
+        row[:width] += loud[:width].roll(1)  # the residual connection keeps the old value
         said.append(int((embedding @ row).argmax()))
     return said[1:]
 
@@ -99,7 +101,7 @@ def _blurred(clean: torch.Tensor, noise: torch.Tensor, size: float) -> torch.Ten
 def _noisy(
     embedding: torch.Tensor, ids: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor
 ) -> Callable[[float], float]:
-    """What measures the acceptance after these tokens, with noise of a size."""
+    """A function that returns the acceptance rate after these tokens with noise of a given size."""
     read = embedding[ids]
     read = read / read.square().mean(-1, keepdim=True).sqrt() * PEAK / len(clean) ** 0.5
     sure, dirt = read @ clean.T @ embedding.T, read @ noise.T @ embedding.T
@@ -114,12 +116,12 @@ def _noisy(
 def _write(
     shape: Seq2Seq, sizes: dict[str, int], out: Path, embedding: torch.Tensor, move: torch.Tensor
 ) -> None:
-    """move: S, of which the model has S and -S in the last MLP of its decoder."""
-    torch.manual_seed(0)  # whatever was made before
+    """Write a checkpoint. move: S; the last MLP of the decoder contains S and -S."""
+    torch.manual_seed(0)  # independent of earlier checkpoints
     config = configuration(shape, sizes)
     kind = "AutoModelForSpeechSeq2Seq" if shape.sound else "AutoModelForSeq2SeqLM"
     model = getattr(library, kind).from_config(config, dtype=torch.float32)
-    if shape.sound:  # target and draft have one encoder, as Distil-Whisper's
+    if shape.sound:  # target and draft have the same encoder, as with Distil-Whisper
         same = torch.Generator().manual_seed(0)
         for weight in model.get_encoder().parameters():
             if weight.dim() > 1 and weight.requires_grad:
@@ -146,7 +148,7 @@ def _write(
     with write_folder(out, "config.json") as partial:
         if shape.sound:
             own = {"is_multilingual": False, "no_timestamps_token_id": shape.begin[-1]}
-            # One that comes from the configuration is read without what is of one kind alone.
+            # Otherwise Transformers derives it from the model's configuration, without them.
             model.generation_config.update(_from_model_config=False, **own)
             library.WhisperFeatureExtractor(config.num_mel_bins).save_pretrained(partial)
         model.save_pretrained(partial)
@@ -154,9 +156,9 @@ def _write(
 
 
 def _write_tokenizer(folder: Path, tokens: int, last: tuple[str, ...]) -> None:
-    """The bundled one, with a name for each token more."""
+    """Write the bundled tokenizer with a name for each additional token."""
     plain = library.AutoTokenizer.from_pretrained(CHECKOUT / "models" / "target")
-    plain.unk_token = plain.eos_token  # which some converters want
+    plain.unk_token = plain.eos_token  # required by some converters
     plain.save_pretrained(folder)
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))

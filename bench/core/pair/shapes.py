@@ -1,4 +1,4 @@
-"""The published shapes that checkpoints are made in."""
+"""Published shapes of models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's, as its configuration names it."""
+    """Shape of a Llama, with the field names of its configuration."""
 
     hidden_size: int
     intermediate_size: int
@@ -17,8 +17,8 @@ class Shape:
     vocab_size: int
 
 
-# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v;
-# of meta-llama/Llama-3.2-1B.
+# From config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, without the biases of q, k
+# and v; of meta-llama/Llama-3.2-1B.
 SHAPES = {
     "smollm-135m": Shape(576, 1536, 30, 9, 3, 49_152),
     "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
@@ -28,8 +28,9 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Seq2Seq:
-    """config: of Transformers, by name. Then its fields: those of both models, of each. sound:
-    whether the encoder reads features. begin: what every output begins with."""
+    """Shape of an encoder-decoder pair. config: name of the Transformers class. common, target,
+    draft: its fields, for both models and for each. sound: whether the encoder reads audio. begin:
+    tokens that every output begins with."""
 
     config: str
     common: dict[str, int]
@@ -40,15 +41,15 @@ class Seq2Seq:
 
 
 def _whisper(layers: int) -> dict[str, int]:
-    """Of the decoder; the encoder is the target's."""
+    """Fields for a decoder with this many layers; the encoder is the same in target and draft."""
     return {
         "d_model": 768, "encoder_layers": 12, "decoder_layers": layers, "encoder_ffn_dim": 3072,
         "decoder_ffn_dim": 3072, "encoder_attention_heads": 12, "decoder_attention_heads": 12,
     }  # fmt: skip
 
 
-# config.json of google-t5/t5-base and t5-small, whose embeddings are tied; of openai/whisper-small
-# (tied too) and distil-whisper/distil-small.en's two layers.
+# From config.json of google-t5/t5-base and t5-small, with tied embeddings; of openai/whisper-small
+# (also tied), with a draft of two decoder layers like distil-whisper/distil-small.en.
 SEQ2SEQ = {
     "t5-base": Seq2Seq(
         "T5Config", {"vocab_size": 32_128, "d_kv": 64},
