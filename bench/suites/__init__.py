@@ -1,1 +1,1 @@
-"""The benchmarks, as declarations on `bench.core`: what is measured where, and what is told."""
+"""The benchmarks, built on `bench.core`: workloads, measurements and tables."""

@@ -185,14 +185,16 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     assert told[OWN]["encode"] == 0.1 and told[OWN]["whole"] == pytest.approx(0.34)
     assert ("outrider lookup" in told) == (not TINY[name].sound)
     lines = page_of(SUITE, results).splitlines()
-    assert any("| of it encoders | text ms |" in line for line in lines)
+    assert any("| encoder ms | whole text ms |" in line for line in lines)
     assert (
-        "| outrider draft, times outrider plain | at least 1.5 | 2.00 (2.00 to 2.00) | yes |"
+        "| outrider draft, speed vs. outrider plain | at least 1.5 | 2.00 (2.00 to 2.00) | yes |"
         in lines
     )
-    assert any(line.startswith("| encoder: outrider plain, times transformers") for line in lines)
+    assert any(
+        line.startswith("| encoder: outrider plain, speed vs. transformers") for line in lines
+    )
     assert (
-        "| outrider int8 draft, times outrider int8 plain | at least 1.5 |  | not measured |"
+        "| outrider int8 draft, speed vs. outrider int8 plain | at least 1.5 |  | not measured |"
         in lines
     )
 

@@ -185,10 +185,10 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, cause in (
-        (["--systems", "genai"], "--systems leaves outrider out"),
+        (["--systems", "genai"], "--systems does not include outrider"),
         (["--precision", "mixed"], "mixed is not measured on smollm-135m"),
-        (["--draft", "d"], "--draft is of a --model"),
-        (["--model", "m", "--alpha", "0"], "--shape and --alpha are of the grown pair"),
+        (["--draft", "d"], "--draft needs a --model"),
+        (["--model", "m", "--alpha", "0"], "--shape and --alpha apply to the grown pair"),
     ):
         assert SUITE.main([*options, "--work", str(tmp_path)]) == EXIT_STATUS["option"]
         assert cause in error_line(capsys.readouterr().err, "option")
@@ -262,6 +262,9 @@ def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Pat
     lines = page.splitlines()
     assert any(line.startswith(f"| {OWN} | 100.0 |") and "| 3.00 |" in line for line in lines)
     assert any(line.startswith(f"| 4 together, {OWN} |") for line in lines)
-    assert "| plain decoding, times llama.cpp's float32 | at least 1 |  | not measured |" in lines
-    assert "; our plain steps are calls of 2 tokens; " in page
+    assert (
+        "| plain decoding, speed vs. llama.cpp float32 plain | at least 1 |  | not measured |"
+        in lines
+    )
+    assert "; Outrider's plain steps are calls of 2 tokens; " in page
     assert str(tmp_path) not in page

@@ -1,8 +1,7 @@
-"""What the side-by-side benchmark runs, and what it keeps of each text.
+"""Runs the side-by-side benchmark, and keeps the figures of each text.
 
-Every prompt goes through every system, one after the other in an order that changes
-(`clock.order`), and so do batches. A text of each in a process of its own tells what it holds in
-memory.
+Every prompt goes through all systems, one after the other in a changing order (`clock.order`), and
+so does every batch. Memory is measured by decoding one text per system in a separate process.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 DRAFTLESS = "plain", "lookup"  # modes without a draft model
 TWO, THREE = ("plain", "draft"), ("plain", "draft", "lookup")
-# By what models do, system and precision: the modes that are measured. "text" goes on with a
-# prompt; "seq2seq", an encoder-decoder, reads it. Modes are of one name in all systems: "plain"
-# decoding; "draft", with the draft model, and "lookup", with n-grams of the text, of gamma tokens a
-# round; "auto" chooses gamma for each round; "assistant" drafts as the library sets it up.
+# The modes that are measured, by kind of model, system and precision. "text" models continue a
+# prompt; "seq2seq" models (encoder-decoders) read it. Modes have the same names in all systems:
+# "plain" decoding; "draft" (draft model) and "lookup" (n-grams of the text) with gamma tokens per
+# round; "auto" chooses gamma for each round; "assistant" drafts with the library's defaults.
 MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
         ("outrider", "float32"): ("plain", "draft", "auto", "lookup"),
@@ -49,7 +48,7 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     },
     "seq2seq": {
         ("outrider", "float32"): THREE,
-        ("outrider", "mixed"): ("draft",),  # a target of float32 with a draft of int8
+        ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
         ("outrider", "int8"): TWO,
         ("outrider", "int4"): THREE,
         ("transformers", "float32"): ("plain", "assistant"),
@@ -57,7 +56,7 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("ctranslate2", "int8"): ("plain",),
     },
 }
-PRECISIONS = {  # ours, and what all of them call it
+PRECISIONS = {  # Outrider's name, and the names in all systems
     "float32": ("float32",),
     "mixed": ("mixed",),
     "int8": ("int8", "q8_0"),
@@ -66,13 +65,14 @@ PRECISIONS = {  # ours, and what all of them call it
 FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
-ROUND = ("time_draft", "time_verify", "time_sample", "time_host")  # ms, the draft's prefill apart
-Told = dict[str, float]  # of the texts of a request, see `told`
+ROUND = ("time_draft", "time_verify", "time_sample", "time_host")  # ms, without the draft's prefill
+Told = dict[str, float]  # figures of the texts of a request, see `told`
 
 
 @dataclass(frozen=True)
 class System:
-    """A mode of a decoder. name: what tables call it. worker: what it shares a process with."""
+    """A mode of a system. name: its name in tables. worker: systems with the same worker share a
+    process."""
 
     peer: str
     mode: str
@@ -88,14 +88,14 @@ class System:
 
     @property
     def among_few(self) -> bool:
-        """Whether it is there where texts take long."""
+        """Whether it takes part in the workloads that take long."""
         return self.precision == "float32" and self.mode in FEW.get(self.peer, ("plain",))
 
 
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
 ) -> list[System]:
-    """Modes of these decoders. bits: keys of `PRECISIONS`. models: of `MEASURED`."""
+    """The modes of these systems. bits: keys of `PRECISIONS`. models: key of `MEASURED`."""
     precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
@@ -107,8 +107,9 @@ def systems(
 
 @dataclass(frozen=True)
 class Job:
-    """A workload. group: the table that has it. requests: the prompts that are decoded together.
-    begins: of each request to an encoder-decoder, what its output begins with."""
+    """A workload. group: the table that it belongs to. requests: for each request, the prompts that
+    are decoded together. begins: for each request to an encoder-decoder, the tokens that its output
+    begins with."""
 
     group: str
     name: str
@@ -124,11 +125,11 @@ class Job:
 
 @dataclass
 class SideRun:
-    """Where a run happens, and what it has found out about its systems.
+    """The setting of a run, and its findings about the systems.
 
-    work: folder of what systems make of the pair. max_len: rows of their caches. warm_ups: turns of
-    short texts before anything is timed. missing: why, by system or worker. By worker:
-    facts, and loads, seconds of each time that it was started.
+    work: folder for converted checkpoints. max_len: rows of the caches. warm_ups: turns of short
+    texts before anything is timed. missing: by system or worker, the reason why it is missing.
+    facts: by worker. loads: by worker, the load time in seconds of each start.
     """
 
     pair: Pair
@@ -142,7 +143,7 @@ class SideRun:
     loads: dict[str, list[float]] = field(default_factory=dict)
 
     def start(self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1) -> Peer:
-        """A worker of the system. Raises Unavailable."""
+        """Start a worker of the system. Raises Unavailable if that fails."""
         peer = Peer(
             system.peer, self.pair.target, draft=self.pair.draft if draft else None,
             threads=self.threads, work=self.work, precision=system.precision, slots=slots,
@@ -154,7 +155,8 @@ class SideRun:
 
     @contextmanager
     def lacking(self, name: str) -> Iterator[None]:
-        """Notes why there is no such thing; no folder of this machine goes into public text."""
+        """Record the reason if `name` is unavailable, without folders of this machine, because the
+        results are published."""
         try:
             yield
         except Unavailable as error:
@@ -162,10 +164,10 @@ class SideRun:
             self.clock.note(f"missing: {name}: {error}")
 
     def workers(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
-        """Workers of the systems, but for those that cannot be started.
+        """Start the workers of the systems, except those that cannot be started.
 
-        On some machines what is loaded first gets slower memory, by 15 % a token (docs/LOG.md). So
-        the first worker is started twice, and the one that was first is never asked.
+        On some machines the first process to load gets slower memory, by 15 % per token
+        (docs/LOG.md). So the first worker is started twice, and its first process is not used.
         """
         peers: dict[str, Peer] = {}
         with suppress(Unavailable):
@@ -178,9 +180,10 @@ class SideRun:
         return peers
 
     def measure(self, jobs: Sequence[Job], between: Callable[[], object]) -> list[dict[str, Any]]:
-        """Every request of every job through its systems. between: called after each.
+        """Send every request of every job through its systems. between: called after each request.
 
-        Of each job, rows: for each request what was `told`, by system, and its `theory`.
+        Returns the cells: for each job, its rows. A row has, for one request, the figures of `told`
+        by system, and those of `theory`.
         """
         slots = max(len(prompts) for job in jobs for prompts in job.requests)
         every = list(dict.fromkeys(system for job in jobs for system in job.systems))
@@ -189,7 +192,7 @@ class SideRun:
             peers = self.workers(stack, every, slots)
             for turn in range(self.warm_ups):
                 job = jobs[turn % len(jobs)]
-                for number, system in enumerate(every):  # another prompt for each
+                for number, system in enumerate(every):  # a different prompt for each
                     size = 8 + len(every) * turn + number
                     some = [
                         _turned(prompt, size) if job.begins else prompt[:size]
@@ -218,7 +221,8 @@ class SideRun:
         self, peers: dict[str, Peer], system: System, job: Job, prompts: Sequence[Prompt],
         new_tokens: int, seed: int, begin: tuple[int, ...] = (),
     ) -> Told:  # fmt: skip
-        """What is told of the texts; nothing by a system that has failed with so many before."""
+        """Decode with one system and return the figures of `told`; empty if the system has failed
+        before with as many texts."""
         what = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
         if system.worker in peers and what not in self.missing:
             peer, mode = peers[system.worker], system.mode
@@ -234,12 +238,12 @@ class SideRun:
         return {}
 
     def rows(self, element: int) -> tuple[int, int]:
-        """Bytes of a token in the caches of target and draft."""
+        """Bytes per token in the caches of target and draft. element: bytes per number."""
         draft = self.pair.draft
         return row_bytes(self.pair.target, element), row_bytes(draft, element) if draft else 0
 
     def costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
-        """Of our engines alone, after a prompt's texts."""
+        """Costs from calls of Outrider's engines alone, measured after the texts of a prompt."""
         if (name := "costs of outrider") not in self.missing:
             with self.lacking(name):
                 steps = Steps(position, list(range(1, GAMMA + 2)))
@@ -247,11 +251,12 @@ class SideRun:
         return None
 
     def memory(self, chosen: Sequence[System], prompt: list[int]) -> dict[str, dict[str, float]]:
-        """Each system in a fresh process that decodes one text; a draft is given only to draft.
+        """Memory of each system in a new process that decodes one text. The process gets a draft
+        model only if the mode uses one.
 
-        Of each, bytes: its peak; what it had before a model was loaded; weights; a cache of the
-        rows that the text has in the end, of the models that decode it. And the peak as a multiple
-        of weights and cache, without what was there before too.
+        For each system, in bytes: peak; before, the memory before a model was loaded; weights; and
+        cache, for the final length of the text in all models that decode it. ratio: peak over
+        weights and cache. own: the same without `before`.
         """
         found = {}
         for system in (s for s in chosen if not {s.name, s.worker} & self.missing.keys()):
@@ -274,7 +279,7 @@ class SideRun:
 
 
 def _speeds(rows: Sequence[dict[str, Told]]) -> str:
-    """Tokens a second, for whoever watches, or has to do with a run that was ended."""
+    """Tokens per second, for progress notes; also useful if the run is interrupted."""
     found: dict[str, list[float]] = {}
     for name, told in (item for row in rows for item in row.items() if "token" in item[1]):
         found.setdefault(name, []).append(1 / told["token"])
@@ -282,25 +287,25 @@ def _speeds(rows: Sequence[dict[str, Told]]) -> str:
 
 
 def _rows(prompt: Prompt) -> int:
-    """Of the prompt in a cache: one for each token, or for each two frames of a sound."""
+    """Rows of the prompt in a cache: one per token, or one per two frames of a sound."""
     return prompt.shape[1] // 2 if isinstance(prompt, np.ndarray) else len(prompt)
 
 
 def _turned(prompt: Prompt, size: int) -> Prompt:
-    """As long as it was, begun elsewhere."""
+    """The prompt, rotated by `size`."""
     if isinstance(prompt, np.ndarray):
         return np.roll(prompt, size, axis=1)
     return prompt[size:] + prompt[:size]
 
 
 def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
-    """What is kept of texts that were decoded together, as far as it is known.
+    """The figures kept for texts that were decoded together, as far as they are known.
 
-    first: seconds until all have their first token. token, lost: `decoding`, and its share that
-    went to other processes. Of a single text also tokens and rounds after the first round; the
-    bytes that those rounds had to read; the counts of `drafting`; and of ours, ms of its rounds, of
-    their host's part, and of a token. Where there are encoders, encode: their seconds, a part of
-    first.
+    first: seconds until all texts have their first token. token, lost: seconds per token after
+    that (`decoding`), and the share lost to other processes. For a single text also: tokens,
+    rounds: those after the first round; bytes: that these rounds had to read; the counts of
+    `drafting`; with Outrider spent, host, pace: ms of its rounds, of their host part, and per
+    token. encode: seconds in encoders, included in first.
     """
     found: Told = {"first": max(text.times[0] for text in texts)}
     if (token := decoding(texts)) is None:
@@ -315,7 +320,7 @@ def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
     if "time_host" in notes:
         found |= {"spent": sum(notes[part] for part in ROUND), "host": notes["time_host"]}
         found["pace"] = found["spent"] / (notes["output_tokens"] - 1)
-    if mode in ("plain", "lookup"):  # a lookup drafts for nothing
+    if mode in ("plain", "lookup"):  # a lookup reads no weights
         found["bytes"] = len(rounds) * traffic.of_round()
     elif found.get("drafting"):
         found["bytes"] = len(rounds) * traffic.of_round(found["drafted"] / found["drafting"])
@@ -323,10 +328,10 @@ def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
 
 
 def drafting(text: Text, mode: str) -> Told:
-    """Tokens drafted, examined and accepted, and in how many rounds, where it is known.
+    """The numbers of drafted, examined and accepted tokens and of rounds, if known.
 
-    Ours are counted. Those of a system that drafts GAMMA tokens each round follow from how many its
-    rounds gave; the last round may be cut short and is left out.
+    Outrider counts them. For a system that drafts GAMMA tokens in each round, they follow from the
+    number of tokens that each round yields; the last round may be cut short and is left out.
     """
     if mode != "plain" and "drafted" in text.notes:
         counts = {key: text.notes[key] for key in ("drafted", "examined", "accepted")}
@@ -341,16 +346,17 @@ def drafting(text: Text, mode: str) -> Told:
 
 
 def theory(plain: Told, fast: Told, costs: RoundCosts) -> Told:
-    """Theorem 3.8 against what was told of a text of ours, without drafts and with them.
+    """Compares Theorem 3.8 with the figures of a text decoded by Outrider without and with drafts.
 
-    measured: speed over our plain decoding, without any prefill. predicted: from alpha (accepted of
-    examined), from gamma (drafted of a round) and from c and verify: calls of the engines alone. So
-    what the prediction does not know, sampling and host and that acceptances are not independent,
-    shows in the quotient; the tokens of a round against those expected are the last of them.
+    measured: speedup over Outrider's plain decoding, without any prefill. predicted: computed from
+    alpha (accepted of examined), gamma (drafted per round), and c and verify, from calls of the
+    engines alone. The quotient therefore shows what the prediction ignores: sampling, host, and
+    that acceptances are not independent. For the last of these, compare given with expected, the
+    measured and the predicted tokens per round.
     """
     if not fast.get("drafted") or "pace" not in plain:
         return {}
-    # The last round may draft less, so that gamma is no whole number.
+    # The last round may draft fewer tokens, so gamma need not be an integer.
     alpha, gamma = fast["accepted"] / fast["examined"], fast["drafted"] / fast["drafting"]
     measured, expected = plain["pace"] / fast["pace"], predicted(alpha, [gamma], costs)
     return {

@@ -1,9 +1,9 @@
-"""What encoder-decoders are measured on: texts to sum up, texts to translate, and sounds.
+"""The workloads of encoder-decoders: texts to summarise, texts to translate, and sounds.
 
-What such a target says is in its weights (`core.pair.seq2seq`), and goes on from the token that its
-output begins with. Half of what it will say is in a text that it sums up, in pieces, among tokens
-drawn at random; nothing of it on purpose in one that it translates. So lookups find that much to
-copy, and a sound, which is noise, has nothing for them.
+The output of such a target is determined by its weights (`core.pair.seq2seq`) and the token that it
+begins with. A text to summarise contains half of the output, in pieces among random tokens; a text
+to translate contains nothing of it, except by chance. This determines how much lookups can copy. A
+sound is noise and has nothing to copy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ...systems.protocol import Prompt
 from .run import Job, System
 
 GROUP = "Encoder-decoder"
-PIECE = 16  # tokens that stand together as they will be said
-SECONDS, FRAMES = 30, 3000  # of a sound: Whisper's
+PIECE = 16  # consecutive tokens of the output in a source
+SECONDS, FRAMES = 30, 3000  # length of a sound, as for Whisper
 
 
 @dataclass(frozen=True)
 class ReadingScale:
-    """count: requests of a workload. summary, translation: (source, output) tokens; sound: output
+    """count: requests per workload. summary, translation: (source, output) tokens. sound: output
     tokens."""
 
     count: int
@@ -40,8 +40,8 @@ QUICK = ReadingScale(1, (400, 64), (30, 64), 64)
 def jobs(
     scale: ReadingScale, pair: Pair, chosen: Sequence[System], temperatures: Sequence[float]
 ) -> list[Job]:
-    """Of the shape that the pair was made in; its vocabulary and bands are the shape's."""
-    from ...core.pair.seq2seq import says  # here: torch
+    """The jobs for a pair, with the vocabulary and the mel bands of its shape."""
+    from ...core.pair.seq2seq import says  # imported here because it imports torch
 
     shape, rng = SEQ2SEQ[pair.shape], np.random.default_rng(1)
     bands, tokens = shape.common.get("num_mel_bins", 0), shape.common["vocab_size"]
@@ -50,7 +50,7 @@ def jobs(
         kinds, chosen = {"sound": (SECONDS, scale.sound)}, [s for s in chosen if s.mode != "lookup"]
     made = []
     for kind, (length, new_tokens) in kinds.items():
-        for temperature in temperatures:  # each has sources of its own: none comes twice in a row
+        for temperature in temperatures:  # each with its own sources, so that none is repeated
             firsts = rng.integers(1, tokens, scale.count).tolist()
             requests: list[list[Prompt]] = []
             for first in firsts:
@@ -67,8 +67,8 @@ def jobs(
 
 
 def document(rng: np.random.Generator, said: Sequence[int], length: int, tokens: int) -> list[int]:
-    """So many random ids; in place of some of them every other piece of what will be said, in any
-    order."""
+    """`length` random ids, some of them replaced by every other piece of the output `said`, in
+    random order."""
     ids: list[int] = rng.integers(1, tokens, length).tolist()
     pieces = [said[i : i + PIECE] for i in range(0, len(said), 2 * PIECE)]
     places = rng.permutation(length // PIECE)[: len(pieces)] * PIECE

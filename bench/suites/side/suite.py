@@ -1,13 +1,12 @@
-"""Outrider and what a user would pick instead, side by side in one run.
+"""Compare Outrider with Transformers, llama.cpp, ONNX Runtime GenAI and CTranslate2 in one run.
 
-The pair is the bundled one, grown to the shape of a real model without changing what it says, with
-a draft that agrees with it about as often as is asked for (bench.core.pair); or it is yours
-(--model, --draft). Every system is a process of its own (bench.systems). Each prompt goes to all of
-them, one after the other in an order that changes; ratios are taken prompt by prompt, and their
-median is told.
+The pair is the bundled one, grown to the shape of a real model without changing its output, with a
+draft that agrees with it at about the requested rate (bench.core.pair); or it is your own (--model,
+--draft). Every system runs in its own process (bench.systems). Each prompt goes to all of them, one
+after the other in a changing order. Ratios are computed prompt by prompt; tables show their median.
 
-An encoder-decoder (--shape t5-base, whisper-small) reads sources in place of prompts. Its encoders'
-time is part of the first token's, and told apart where a system lets it be known.
+An encoder-decoder (--shape t5-base, whisper-small) reads sources instead of prompts. The time to
+the first token includes the encoder, whose time is also reported separately if it is known.
 """
 
 from __future__ import annotations
@@ -43,15 +42,16 @@ from .run import (
     systems,
 )
 
-LONGEST = 448  # rows of an encoder-decoder's cache: Whisper has no more
+LONGEST = 448  # rows of an encoder-decoder's cache, the maximum of Whisper
 BOTH, GREEDY = (0.0, 1.0), (0.0,)
-Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, (prompt, output) tokens, T
+Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, prompt and output tokens, T
 
 
 @dataclass(frozen=True)
 class SideScale:
-    """count: prompts of a workload. shared: the one shape that all systems get; lengths: those of
-    the main ones. together: sizes of batches, `times` of each; batch: (prompt, output) tokens."""
+    """count: prompts per workload. shared: the shape for all systems. lengths: further shapes for
+    the main systems. together: batch sizes. times: batches of each size. batch: (prompt, output)
+    tokens in a batch."""
 
     count: int
     shared: Shape
@@ -78,7 +78,7 @@ QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, 
 
 
 def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Texts that are decoded one at a time. A job that no system has is none."""
+    """Jobs whose texts are decoded one at a time; jobs without any system are omitted."""
     few = [system for system in chosen if system.among_few]
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, few) for shape in scale.lengths]
@@ -93,7 +93,7 @@ def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[
 
 
 def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Batches, plain and with drafts, in float32."""
+    """Jobs with batches, plain and with drafts, in float32."""
     some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
     length, new_tokens = scale.batch
     return [
@@ -111,8 +111,8 @@ def run(
     works: Sequence[Sequence[Job]],
     prompt: list[int] | None,
 ) -> dict[str, Any]:
-    """Measure all jobs, each work with workers of its own; the JSON object. prompt: that processes
-    read whose memory is looked at, None for none."""
+    """Measure all jobs; returns the JSON object. works: groups of jobs, each with its own workers.
+    prompt: prompt for the measurement of memory; None to skip that."""
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
@@ -129,30 +129,34 @@ def run(
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR",
-        help="a checkpoint of your own in place of the grown pair")  # fmt: skip
-    add("--draft", type=Path, metavar="DIR", help="its draft; default none, but for lookups")
+        help="measure your own checkpoint instead of the grown pair")  # fmt: skip
+    add("--draft", type=Path, metavar="DIR",
+        help="draft model for --model (default: only lookups)")  # fmt: skip
     add("--alpha", type=float, metavar="A",
-        help="acceptance of the grown pair's draft on held-out text; default 0.8")  # fmt: skip
+        help="acceptance rate of the grown pair's draft on held-out text "
+        "(default: 0.8)")  # fmt: skip
     add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ],
-        help="of its target; default smollm-135m")  # fmt: skip
+        help="shape of the grown pair's target (default: smollm-135m)")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS,
-        help="of the weights, or what peers have of as many bits; mixed: of encoder-decoders, a "
-        "target of float32 with a draft of int8; default: all")  # fmt: skip
-    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+        help="precision of the weights; peers use formats of as many bits; mixed is a float32 "
+        "target with an int8 draft, for encoder-decoders (default: all)")  # fmt: skip
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS),
+        help="systems to measure (default: all)")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
-        help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
+        help="folder for pairs and converted checkpoints (default: build/side)")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     models = "seq2seq" if args.shape in pair.SEQ2SEQ else "text"
     shape = args.shape or "smollm-135m"
     refuse_first([
-        ("outrider" not in args.systems, "--systems leaves outrider out", "Name it too."),
+        ("outrider" not in args.systems, "--systems does not include outrider", "Add it."),
         (models == "text" and "mixed" in (args.precision or ()),
-         f"--precision mixed is not measured on {args.model or shape}", "Leave it out."),
-        (bool(args.draft) and not args.model, "--draft is of a --model", "Name that too."),
+         f"--precision mixed is not measured on {args.model or shape}", "Remove it."),
+        (bool(args.draft) and not args.model, "--draft needs a --model", "Add --model."),
         (bool(args.model) and (args.shape, args.alpha) != (None, None),
-         "--shape and --alpha are of the grown pair", "Leave them or --model out."),
+         "--shape and --alpha apply to the grown pair, not to a --model",
+         "Remove them, or --model."),
     ])  # fmt: skip
     chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
     if args.model:
@@ -171,22 +175,20 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     longest = max(map(sum, texts)) + GAMMA
     refuse_first([
         (longest > side.max_len, f"texts of {longest} tokens are longer than the model's "
-         f"{side.max_len}", "Measure with --quick." if scale is FULL else "Name another --model."),
+         f"{side.max_len}", "Use --quick." if scale is FULL else "Use another --model."),
     ])  # fmt: skip
     prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
     try:
         works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     except ValueError as error:
-        raise OutriderError(
-            "option", str(error), "Name a --model with another tokenizer."
-        ) from None
+        raise OutriderError("option", str(error), "Use a --model with another tokenizer.") from None
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 
 
 SUITE = Suite(
     name="side",
     about=__doc__ or "",
-    quick="10 minutes: one shape of prompts, two of each kind",
+    quick="one prompt length, two prompts of each kind: 10 minutes",
     measure=_measure,
     tables=tables.tables,
     heading=tables.heading,

@@ -1,7 +1,7 @@
-"""The tables of the side-by-side benchmark, from its JSON object.
+"""The tables of the side-by-side benchmark, computed from its JSON object.
 
-A row is what is `run.told` of one request, by system. Ratios are taken row by row, and their median
-is the figure.
+A row has the figures (`run.told`) of one request, by system. Ratios are computed row by row, and
+their median is shown.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
 CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
-MIXED = "outrider mixed draft"  # a target of float32, a draft of int8
-ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # ours, and what llama.cpp has of as many bits
-OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
+MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
+ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
+OTHERS = (BASE, "genai plain", LLAMA)  # the peers in float32
 Row = Mapping[str, Told]
 ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
-# Figures that are one sum over texts by another.
+# Figures that are ratios of two sums over texts.
 SHARES = {
     "tau": ("tokens", "rounds"), "of_examined": ("accepted", "examined"),
     "of_drafted": ("accepted", "drafted"), "host": ("host", "spent"), "read": ("bytes", "tokens"),
 }  # fmt: skip
 SPEEDS: tuple[Column, ...] = (
     ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
-    ("encode", "of it encoders", ONE), ("whole", "text ms", ONE),
+    ("encode", "encoder ms", ONE), ("whole", "whole text ms", ONE),
     ("tau", "tau", TWO), ("of_examined", "of exam.", ".0%"),
     ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
     (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
@@ -41,23 +41,23 @@ SPEEDS: tuple[Column, ...] = (
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
-    ("expected", "expected", TWO), ("predicted", "predicted", TWO), ("measured", "measured", TWO),
-    ("quotient", "quotient", TWO),
+    ("expected", "expected tau", TWO), ("predicted", "predicted", TWO),
+    ("measured", "measured", TWO), ("quotient", "ratio", TWO),
 )  # fmt: skip
 BYTES = "peak", "before", "weights", "cache"
 MEMORY: tuple[Column, ...] = (
     ("peak", "peak MiB", ",.0f"), ("before", "libraries", ",.0f"), ("weights", "weights", ",.0f"),
-    ("cache", "cache", ",.0f"), ("ratio", "x needed", TWO), ("own", "without libraries", TWO),
+    ("cache", "cache", ",.0f"), ("ratio", "peak / needed", TWO), ("own", "without libraries", TWO),
 )  # fmt: skip
-LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", ""), ("count", "times", ""))
+LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", ""), ("count", "loads", ""))
 GOAL: tuple[Column, ...] = (
-    ("wanted", "wanted", ""), ("found", "median (quartiles)", ""), ("met", "met", ""),
+    ("wanted", "goal", ""), ("found", "median (quartiles)", ""), ("met", "met", ""),
 )  # fmt: skip
 
 
 def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> list[float]:
-    """How many times as fast one system decoded as another, for each request that both have. key:
-    of seconds."""
+    """The speed of system `fast` relative to system `slow`, for each request that both decoded.
+    key: the figure to compare, in seconds."""
     return [
         row[slow][key] / row[fast][key]
         for row in rows
@@ -66,9 +66,9 @@ def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> lis
 
 
 def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
-    """Of one system, by the key of a column; empty without a text of more than a round.
+    """The figures of one system by column key; empty if no text has more than one round.
 
-    rate: bytes a second that the memory gives.
+    rate: memory bandwidth in bytes per second.
     """
     texts = [row[name] for row in rows if "token" in row.get(name, {})]
     if not texts:
@@ -88,8 +88,9 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
 
 
 def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Table]:
-    """Of workloads at one temperature: of every system, on each; and where all of them are there,
-    first over all workloads, and then of each no more than the speed."""
+    """Tables of the workloads of a group at one temperature: the figures of every system on each
+    workload. For the group that all systems decode: figures over all workloads, then a table with
+    the speeds on each workload."""
     rate, title = results["bytes_per_second"], f"{group}, temperature {cells[0]['temperature']:g}"
     found = {
         cell["name"]: {name: figures(cell["rows"], name, rate) for name in results["systems"]}
@@ -107,13 +108,13 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
     there = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
     return [
         table_of(title, [(name, whole[name]) for name, _ in there], SPEEDS),
-        table_of(f"Tokens a second, temperature {cells[0]['temperature']:g}", there,
+        table_of(f"Tokens per second, temperature {cells[0]['temperature']:g}", there,
                  [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
 
 def tables(results: Results) -> list[Table]:
-    """All of a run, the goals last."""
+    """All tables of a run; the last one is the table of goals."""
     cells, rate = results["cells"], results["bytes_per_second"]
     groups: dict[tuple[str, float], list[Results]] = {}
     for cell in cells:
@@ -135,18 +136,18 @@ def tables(results: Results) -> list[Table]:
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
     every = [
         *made,
-        table_of("Speedup of outrider draft over plain, Theorem 3.8", theory, THEORY),
-        table_of("Memory, a process for each", memory, MEMORY),
-        table_of("Load of the target, from converted files", loads, LOADS,
-                 ["Outrider's bundle has the draft too, but where a process decodes without it."]),
-        table_of("Missing", missing, [("why", "why", "")]),
+        table_of("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
+        table_of("Memory, one process each", memory, MEMORY),
+        table_of("Time to load the target, from converted files", loads, LOADS,
+                 ["For Outrider this includes the draft, unless the process decodes without it."]),
+        table_of("Missing", missing, [("why", "reason", "")]),
         table_of("Goals", [] if results["pair"]["alpha_wanted"] is None else goals(results), GOAL),
     ]  # fmt: skip
     return [table for table in every if table.rows]
 
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
-    """What the project wants of the median, what it is, and whether that will do."""
+    """The project's goals, each with the measured median and whether it meets the goal."""
     alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
     rows = [row for some in alone for row in some]
     if results["pair"]["shape"] in SEQ2SEQ:
@@ -157,23 +158,28 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
     assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
     wanted: list[tuple[str, str, float, list[float]]] = [
-        ("plain decoding, times Transformers' plain", "least", 3.0, ratios(rows, OWN, BASE)),
-        ("plain decoding, times llama.cpp's float32", "least", 1.0, ratios(rows, OWN, LLAMA)),
-        ("outrider draft, times Transformers' plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
-        (f"outrider draft, times {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
-        ("outrider draft, times our plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
+        ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, OWN, BASE)),
+        (
+            "plain decoding, speed vs. llama.cpp float32 plain",
+            "least",
+            1.0,
+            ratios(rows, OWN, LLAMA),
+        ),
+        ("outrider draft, speed vs. Transformers plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
+        (f"outrider draft, speed vs. {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
+        ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
         *_quantised_goals(rows),
-        ("speedup measured over predicted by Theorem 3.8", "least", 0.95, quotients),
-        ("first token, times as fast as the best of the others'", "least", 1.0, _firsts(rows)),
+        ("measured speedup / speedup predicted by Theorem 3.8", "least", 0.95, quotients),
+        ("time to first token, speed vs. the best peer", "least", 1.0, _firsts(rows)),
         ("seconds to load the bundle", "most", 2.0, loads),
-        ("peak memory over weights and cache, of each mode", "most", 1.2, peaks),
+        ("peak memory / (weights + cache), per mode", "most", 1.2, peaks),
     ]
     return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
 
 
 def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
-    """Of encoder-decoders: names, least values, what was found. Without encoders, where the name
-    does not say so."""
+    """The goals of encoder-decoders: names, minimum values, measured values. Encoders are excluded
+    unless the name mentions them."""
     own = "outrider"
     wanted: list[tuple[str, str, str, float]] = [
         (f"{own} draft", f"{own} plain", "token", 1.5),
@@ -190,7 +196,7 @@ def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]
     ]
     parts = {"token": "", "encode": "encoder: ", "whole": "whole text: "}
     return [
-        (f"{parts[key]}{fast}, times {slow}", bound, Spread.of(ratios(rows, fast, slow, key)))
+        (f"{parts[key]}{fast}, speed vs. {slow}", bound, Spread.of(ratios(rows, fast, slow, key)))
         for fast, slow, key, bound in wanted
     ]
 
@@ -201,7 +207,7 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
         plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
         peer = f"llama.cpp {theirs} plain"
         for fast, slow, bound in ((plain, peer, 1.0), (draft, peer, 1.5), (draft, plain, 1.5)):
-            found.append((f"{fast}, times {slow}", "least", bound, ratios(rows, fast, slow)))
+            found.append((f"{fast}, speed vs. {slow}", "least", bound, ratios(rows, fast, slow)))
     return found
 
 
@@ -213,7 +219,7 @@ def _goal(side: str, bound: float, found: Spread | None) -> dict[str, Any]:
 
 
 def _firsts(rows: Iterable[Row]) -> list[float]:
-    """How many times as fast as the best of the others' our first token came, row by row."""
+    """The best peer's time to the first token over Outrider's, for each row."""
     found = []
     for row in rows:
         others = [row[name]["first"] for name in OTHERS if name in row]
@@ -223,16 +229,16 @@ def _firsts(rows: Iterable[Row]) -> list[float]:
 
 
 def heading(results: Results) -> str:
-    """What the figures are of: the machine, the pair, the floor."""
+    """The conditions of the figures: the machine, the pair, the floor."""
     pair, rate = results["pair"], results["bytes_per_second"]
     widths = (facts.get("plain_width", 0) for facts in results["facts"].values())
     plain = "".join(f"; {plain_steps(width)}" for width in {*widths} - {0})
     models: str = pair["shape"]
     if pair["alpha_wanted"] is not None:
-        models = f"a pair of shape {models}, acceptance wanted {pair['alpha_wanted']:g}"
+        models = f"a pair of shape {models}, requested acceptance rate {pair['alpha_wanted']:g}"
     return (
-        f"{sentence(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory reads "
-        f"at {rate / 1e9:.1f} GB/s, and the floor of a token is the time in which weights and "
-        "cache of its round are read at that rate. Ratios are medians over prompts, each taken "
-        "prompt by prompt. * other processes took over 2 % of the time of most texts."
+        f"{sentence(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
+        f"read at {rate / 1e9:.1f} GB/s; the floor of a token is the time to read the weights and "
+        "the cache of its round at that rate. Ratios are computed prompt by prompt; the median is "
+        "given. * other processes took over 2 % of the time of most texts."
     )
