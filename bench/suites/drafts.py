@@ -1,10 +1,10 @@
-"""What each kind of draft brings on a bundle.
+"""Measure acceptance and speedup of each kind of draft on a bundle.
 
-Table 3 of Leviathan et al. 2023 for the drafts of this runtime, with the speedups that the theorem
-expects and those measured; lookups where there is much to copy; the draft's own temperature;
-stopping where it is unsure. Prompts are held-out documents of the bundled pair's corpus; tables and
-the lookups' corpus are counted from its training documents. All ways of a group decode a prompt
-before the next one, and the times of the rounds are compared (bench.core.runs).
+Repeats Table 3 of Leviathan et al. 2023 for the drafts of this runtime, with measured speedups and
+those that the theorem predicts; lookups on prompts with much to copy; the draft's own temperature;
+stopping when the draft is unsure. Prompts are held-out documents of the bundled pair's corpus;
+tables and the lookups' corpus are counted from its training documents. All ways of a group decode a
+prompt before the next one, and the times of their rounds are compared (bench.core.runs).
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from ..core.table import Column, Table, table_of
 PLAIN = "plain"
 CORPUS = "ngram + corpus"
 DRAFTS = ("random", "unigram", "bigram", "skip", "ngram", CORPUS, "copy", "chain", "model")
-COUNTED = frozenset({"unigram", "bigram", "skip", CORPUS})  # of the training documents
-DISTANCES = 8  # of pairs, for "skip"
-SEVERAL = 4  # draft tokens, where only one gamma is measured and none is long
-TABLE_3, COPYING = "The drafts, each with its best gamma", "Lookups and the model, by prompts"
-HOT, UNSURE = "The draft's own temperature", "Stopping where it is unsure"
+COUNTED = frozenset({"unigram", "bigram", "skip", CORPUS})  # need counts of training documents
+DISTANCES = 8  # between the tokens of a pair, for "skip"
+SEVERAL = 4  # draft tokens, where only one gamma is measured
+TABLE_3, COPYING = "Drafts, each with its best gamma", "Lookups and the draft model, by prompts"
+HOT, UNSURE = "The draft's own temperature", "Stopping when the draft is unsure"
 KINDS = {"completion": "held-out code", "editing": "functions", "table": "tables"}
 
 
 @dataclass(frozen=True)
 class DraftScale:
-    """texts: of a group. prompt, tokens: of a prompt, of an output. characters: of training
-    documents, about. patience: seconds for disturbed texts."""
+    """texts: number per group. tokens: length of an output. characters: approximate size of the
+    training documents used. patience: seconds for repeating disturbed texts. prompt: length of a
+    prompt in tokens."""
 
     texts: int
     tokens: int
@@ -54,15 +55,16 @@ class DraftScale:
     prompt: int = 128
 
 
-# Prompt, output and drafts fit 256 rows, so that a cache has one size throughout.
+# Prompt, output and drafts fit into 256 rows, so that the size of a cache never changes.
 FULL = DraftScale(10, 96, (1, 2, 4, 8), 4_000_000, 30)
 QUICK = DraftScale(3, 48, (2, 8), 1_000_000, 0)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ways of one draft, so of one cost, on prompts of one kind. ways: by name their options.
-    counted: of the training documents, by the engine that has their tables and corpus."""
+    """Ways to use one draft, and therefore with the same costs, on prompts of one kind. ways: their
+    options by name. counted: whether to use the engine with tables and corpus of the training
+    documents."""
 
     section: str
     name: str
@@ -73,7 +75,7 @@ class Group:
 
 
 def groups(scale: DraftScale, most: int) -> Iterator[Group]:
-    """All that is measured. most: the largest gamma of the bundle."""
+    """All groups that are measured. most: the largest gamma of the bundle."""
     gammas = [gamma for gamma in scale.gammas if gamma <= most]
     for name in DRAFTS:
         draft = "ngram" if name == CORPUS else name
@@ -93,10 +95,11 @@ def groups(scale: DraftScale, most: int) -> Iterator[Group]:
 
 
 def figures(texts: Texts[str], most: int) -> dict[str, Any]:
-    """Of texts decoded in several ways, one of them PLAIN: a row for each, with costs of all ways
-    together; alpha of all, since it is none of gamma's business (section 3.1); the fastest way.
+    """Figures of texts decoded in several ways, one of which is PLAIN: one row per way, with costs
+    from all ways together; alpha over all ways, because it does not depend on gamma (section 3.1);
+    and the fastest way.
 
-    What is timed comes from the undisturbed texts, what is counted from all.
+    Times come from the undisturbed texts, counts from all.
     """
     kept = runs.quiet(texts)
     names = [name for name in texts[0] if name != PLAIN]
@@ -126,24 +129,24 @@ def figures(texts: Texts[str], most: int) -> dict[str, Any]:
 
 
 def counting(engine: TextEngine, documents: Sequence[str]) -> tuple[TextEngine, int]:
-    """The same models, on the CPU, with tables and a corpus of these documents; and how many tokens
-    those have."""
+    """An engine with the same models, on the CPU, with tables and a corpus of these documents; and
+    the number of their tokens."""
     rounds, tokenizer = engine.decoder.rounds, engine.tokenizer
     assert isinstance(rounds, HostRounds)
     ids: list[int] = []
     for document in documents:
-        ids += tokenizer.encode(document)  # a separator in front, as in training
+        ids += tokenizer.encode(document)  # starts with a separator, as in training
     tables = Tables.count(np.array(ids, np.int32), engine.decoder.vocab_size, DISTANCES)
     own = HostRounds(rounds.target, rounds.draft, rounds.sampler, tables=tables, corpus=Corpus(ids))
     return runs.fresh(engine, own), len(ids)
 
 
 def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str, Any]:
-    """All groups; the JSON object. Raises OutriderError as `load_pair`."""
+    """Measure all groups; returns the JSON object. Raises OutriderError as `load_pair` does."""
     clock.patience = scale.patience
     engine = runs.load_pair(folder, threads)
     most = engine.decoder.max_gamma
-    clock.note("the corpus of the bundled pair, and its tables")
+    clock.note("reading the bundled pair's corpus, counting its tables")
     corpus = collect()
     step = max(1, sum(map(len, corpus.train)) // scale.characters)
     counted, tokens = counting(engine, corpus.train[::step])
@@ -172,14 +175,14 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
 TWO, THREE = ",.2f", ",.3f"
 COLUMNS: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("tau", "tau", TWO), ("drafted_of_a_round", "drafted", TWO),
-    ("accepted_of_drafted", "kept", ".0%"), ("total", "speed", TWO),
-    ("median", "median", TWO), ("predicted", "expected", TWO),
+    ("accepted_of_drafted", "accepted", ".0%"), ("total", "speed", TWO),
+    ("median", "median", TWO), ("predicted", "predicted", TWO),
 )  # fmt: skip
 
 
 def tables(results: Results) -> list[Table]:
-    """Of every section a row for each way; of Table 3 for the best of each draft, and alpha of all
-    its gammas."""
+    """One table per section with a row for each way; for Table 3 one row per draft, with its best
+    gamma, and alpha over all gammas."""
     sections: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for group in results["groups"]:
         for way, row in group["rows"].items():
@@ -193,21 +196,21 @@ def tables(results: Results) -> list[Table]:
 
 
 def heading(results: Results) -> str:
-    """What the figures are of."""
+    """The conditions of the figures."""
     return (
-        f"{machine.sentence(results['machine'])}; {results['texts']} prompts of a kind, "
+        f"{machine.sentence(results['machine'])}; {results['texts']} prompts per kind, "
         f"{results['tokens']} tokens each; tables and corpus of {results['counted_tokens']:,} "
-        "tokens. speed: of all texts, over plain decoding, without the prefill "
-        f"({plain_steps(results['plain_width'])}); median: of the "
-        "texts; expected: Theorem 3.8 with this run's costs. * other processes took over 2 % of "
-        "the time"
+        "tokens. drafted: tokens per round; accepted: share of the drafted tokens; speed: relative "
+        "to plain decoding, over all texts, without the prefill "
+        f"({plain_steps(results['plain_width'])}); median: of the texts' speeds; predicted: by "
+        "Theorem 3.8 with the costs of this run. * other processes took over 2 % of the time"
     )
 
 
 SUITE = Suite(
     name="drafts",
     about=__doc__ or "",
-    quick="3 short texts of each kind, 2 gammas: half a minute",
+    quick="3 short texts per kind, 2 gammas: half a minute",
     measure=lambda args, clock: run(
         args.engines, QUICK if args.quick else FULL, args.threads, clock
     ),

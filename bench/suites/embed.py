@@ -1,8 +1,9 @@
-"""What embedding costs: the same request by a C++ program and by a Python one.
+"""Compare the same request in a C++ program and in a Python program.
 
-Each is a process of its own that opens the bundle, generates and ends: examples/embed.cpp, compiled
-here, and the same in Python, in alternation, with the same token ids. Told are the whole process,
-the first token, a round, and of it what passes outside ONNX Runtime's calls: sampling and the host.
+examples/embed.cpp, which is compiled here, and an equivalent Python program run in alternation with
+the same token ids. Each run is a new process that opens the bundle, generates and exits. The table
+shows the time of the whole process, of the first token, of a round, and of the host part of a
+round, which is the time outside ONNX Runtime's calls: sampling and host.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ..core.command import Results, Suite, bundle_option
 from ..core.table import Table
 
 PROMPT = [11, 42, 7, 100, 3, 9, 27, 81]
-NAMES = ("process", "first token", "round", "of it the host")
-# What examples/embed.cpp does, and of what it prints the ids and the times.
+NAMES = ("process", "first token", "round", "host part of a round")
+# Does the same as examples/embed.cpp, and prints the ids and the times in the same way.
 PYTHON = """
 import sys, time
 from runtime import load
@@ -59,10 +60,11 @@ with load(sys.argv[1]) as engine:
 
 
 def compiled(folder: Path) -> Path:
-    """examples/embed.cpp. Raises OutriderError "backend" where library or compiler are missing."""
+    """Compile examples/embed.cpp into `folder`. Raises OutriderError("backend") if the library or
+    the compiler is missing."""
     library = find_library()
     if library is None:
-        raise OutriderError("backend", "liboutrider is not there", "Run make plugins.")
+        raise OutriderError("backend", "liboutrider was not found", "Run `make plugins`.")
     program = folder / "embed"
     source = HERE.parent / "examples" / "embed.cpp"
     flags = ["-std=c++17", "-O2", f"-I{HERE / 'include'}", f"-Wl,-rpath,{library.parent}"]
@@ -77,7 +79,7 @@ def compiled(folder: Path) -> Path:
 
 
 def run(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
-    """Token ids, and milliseconds in the order of NAMES."""
+    """Run one program; returns its token ids, and milliseconds in the order of NAMES."""
     said = ""
 
     def once() -> None:
@@ -85,8 +87,8 @@ def run(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
         done = subprocess.run([*command], capture_output=True, text=True, cwd=HERE.parent)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-            cause, _, remedy = (last or f"it ended with {done.returncode}").partition(". ")
-            raise OutriderError("bundle", cause, remedy or "Report it, please.")
+            cause, _, remedy = (last or f"it ended with status {done.returncode}").partition(". ")
+            raise OutriderError("bundle", cause, remedy or "Please report this.")
         said = done.stdout
 
     taken = sample(once)
@@ -105,9 +107,10 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
             "Python": [sys.executable, "-c", PYTHON, bundle, *words],
         }
         found: dict[str, list[list[float]]] = {name: [] for name in ways}
-        texts = {name: run(command)[0] for name, command in ways.items()}  # files are read
+        texts = {name: run(command)[0] for name, command in ways.items()}  # also caches the files
         if texts["C++"] != texts["Python"]:
-            raise OutriderError("certificate", "the two gave other tokens", "Report it, please.")
+            cause = "the C++ and the Python program generated different tokens"
+            raise OutriderError("certificate", cause, "Please report this.")
         for turn in range(turns):
             clock.note(f"turn {turn + 1} of {turns}")
             for name in order(list(ways), turn):
@@ -116,7 +119,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         name: dict(zip(NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
         for name, rows in found.items()
     }
-    # Both leave the threads to the engines.
+    # Both programs use the engines' default number of threads.
     return {"machine": machine.describe(args.threads), "bundle": bundle.name, "turns": turns,
             "tokens": len(texts["C++"]), "times": times}  # fmt: skip
 
@@ -128,7 +131,8 @@ def tables(results: Results) -> list[Table]:
         for what in NAMES
     ]
     title = f"The same request in C++ and Python: {results['bundle']}"
-    notes = [f"Medians of {results['turns']} processes each, {results['tokens']} tokens, the same."]
+    tokens = f"both generate the same {results['tokens']} tokens"
+    notes = [f"Medians of {results['turns']} processes each; {tokens}."]
     head = ["ms", "C++", "Python", "ratio"]
     return [Table(title, head, rows, notes, name=f"embed-{results['bundle']}")]
 
@@ -136,7 +140,7 @@ def tables(results: Results) -> list[Table]:
 SUITE = Suite(
     "embed",
     __doc__ or "",
-    "5 processes each, in place of 25",
+    "5 processes each instead of 25",
     measure,
     tables,
     options=bundle_option,

@@ -1,12 +1,11 @@
-"""How time and memory grow with what is asked for.
+"""Measure how time and memory grow with prompt length, positions per call, slots and model size.
 
-With the tokens of the prompt, the positions of one call, slots, and the size of the model. Each
-curve gets an exponent with its interval and, as far as there are points for it, the exponent of
-what grows beside a constant (bench.core.fit). Below each curve stands its floor. That of a time is
-what memory sets: the bytes that have to be read, over the bandwidth measured in this run. A model
-that fits into the processor's caches can be faster; a prefill is bound by arithmetic. That of a
-peak is the weights and what the process had before it loaded anything. A star says that other
-processes disturbed a figure.
+Each curve gets an exponent with its interval and, if there are enough points, the exponent of the
+part that grows on top of a constant (bench.core.fit). Below each curve is its floor. For a time it
+is set by memory: the bytes that must be read, over the bandwidth measured in this run. A model that
+fits into the processor's caches can be faster than that, and a prefill is bound by arithmetic. For
+a peak it is the weights plus the memory of the process before it loaded anything. A star marks
+figures that were disturbed by other processes.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ SIZES = {"16m": Shape(384, 1024, 8, 6, 2, 8192), "46m": Shape(512, 1408, 12, 8, 
 PROMPTS = (16, 64, 192, 448, 960, 1500)  # tokens
 POSITIONS = tuple(range(1, 10))
 SLOTS = (1, 2, 3, 4, 6, 8)
-ROWS = 200  # of a slot, before a call
+ROWS = 200  # in the cache of a slot before a call
 ROUNDS = 10  # samples of a call in each process, at least
-TOKENS = 17  # of a text; the first is the prefill's
-READS = 8  # passes over memory, for its bandwidth
+TOKENS = 17  # per text; the first comes from the prefill
+READS = 8  # passes over memory to measure its bandwidth
 WARM_UPS = 3
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class GrowthScale:
-    """target: what all but the model's size grows on. sizes: beside the bundled target's. loads:
-    processes of a point. patience: seconds for which each waits for undisturbed samples."""
+    """target: model for all curves except those of model size. sizes: models besides the bundled
+    target. loads: processes per point. patience: seconds that each waits for undisturbed
+    samples."""
 
     target: str
     sizes: Sequence[str]
@@ -58,7 +58,7 @@ class GrowthScale:
     patience: float
 
 
-Place = tuple[str, int]  # name of a model, and slots
+Place = tuple[str, int]  # name of a model, and number of slots
 Told = tuple[Mapping[str, Any], Mapping[str, Sequence[Sample]]]  # facts of `Peer`, calls by width
 
 FULL = GrowthScale("smollm-135m", list(SIZES), loads=3, patience=10)
@@ -69,16 +69,17 @@ Curves = Mapping[str, Sequence[Point]]
 
 
 def point(x: float, y: float, floor: float, *, quiet: bool = True) -> Point:
-    """As the JSON object has it: y at x, of peaks in MiB, of all else in ms.
+    """A point as in the JSON object: y at x; peaks are in MiB, everything else in ms.
 
-    quiet: enough of the samples were undisturbed.
+    quiet: whether enough samples were undisturbed.
     """
     return {"x": x, "quiet": quiet, "y": rounded(y), "floor": rounded(floor)}
 
 
 @dataclass
 class Growing:
-    """One run. work: of checkpoints and bundles, which are kept. precision: of the weights."""
+    """One run. work: folder in which checkpoints and bundles are kept. precision: of the
+    weights."""
 
     scale: GrowthScale
     threads: int
@@ -89,12 +90,12 @@ class Growing:
     precision: str = "float32"
 
     def checkpoint(self, name: str) -> Path:
-        """The bundled target, grown to the size of that name unless that is there."""
+        """The bundled target, grown to the size of that name unless it exists already."""
         if name not in SIZES:
             return TARGET
         folder = self.work / name
         if not folder.is_dir():
-            self.clock.note(f"growing the bundled target: {name}")
+            self.clock.note(f"growing the bundled target to {name}")
             grow(TARGET, folder, asdict(SIZES[name]))
         return folder
 
@@ -107,18 +108,19 @@ class Growing:
         )  # fmt: skip
 
     def read(self, name: str, facts: Mapping[str, Any], rows: float) -> float:
-        """Bytes that a call reads: the weights, and so many rows of all slots. facts: of `Peer`."""
+        """Bytes that a call reads: the weights, and `rows` cache rows over all slots. facts: of
+        `Peer`."""
         row = row_bytes(self.checkpoint(name), facts["cache_element"])
         return float(facts["weights"] + rows * row)
 
     def timed(self, x: float, samples: Sequence[Sample], read: float) -> Point:
-        """read: bytes, for the floor."""
+        """A point from samples. read: bytes, for the floor."""
         found, floor = figure(samples), 1e3 * read / self.reader.bandwidth
         quiet = found.kept >= min(found.taken, ENOUGH)
         return point(x, found.ms, floor, quiet=quiet)
 
     def opened(self, places: Sequence[Place], positions: Sequence[int]) -> dict[Place, list[Told]]:
-        """Fresh processes of each place, in turn."""
+        """Measure each place in several new processes, in turn."""
         found: dict[Place, list[Told]] = {place: [] for place in places}
         for turn in range(self.scale.loads):
             for name, slots in order(places, turn):
@@ -128,17 +130,17 @@ class Growing:
         return found
 
     def call(self, x: float, place: Place, told: Sequence[Told], positions: int) -> Point:
-        """A call of all processes of one place."""
+        """A point of one call, from the samples of all processes of a place."""
         (name, slots), (facts, _) = place, told[0]
         samples = [sample for _, calls in told for sample in calls[f"{positions}"]]
         return self.timed(x, samples, self.read(name, facts, slots * (ROWS + positions)))
 
 
-# What is measured along each axis
+# The measurements along each axis
 
 
 def by_prompt(run: Growing) -> Curves:
-    """The first token, and a token after it."""
+    """Time to the first token, and time per token after it."""
     target, samples = run.scale.target, defaultdict[tuple[str, int], list[Sample]](list)
     prompts = {n: cycle(run.prompts.many("completion", ENOUGH, n)) for n in PROMPTS}
     with run.peer(target) as peer:
@@ -160,19 +162,19 @@ def by_prompt(run: Growing) -> Curves:
 
 
 def by_positions(run: Growing) -> Curves:
-    """A call of the target, such as a verification of gamma + 1."""
+    """Time of a call of the target, such as a verification of gamma + 1 tokens."""
     ((place, told),) = run.opened([(run.scale.target, 1)], POSITIONS).items()
     return {"a call": [run.call(n, place, told, n) for n in POSITIONS]}
 
 
 def by_slots(run: Growing) -> Curves:
-    """A step of all slots."""
+    """Time of a step of all slots."""
     found = run.opened([(run.scale.target, slots) for slots in SLOTS], [1])
     return {"step": [run.call(place[1], place, told, 1) for place, told in found.items()]}
 
 
 def by_size(run: Growing) -> Curves:
-    """Load, with its peak of memory, and step."""
+    """Load time, peak memory after loading, and time of a step."""
     curves = defaultdict[str, list[Point]](list)
     places = [(name, 1) for name in ("bundled", *run.scale.sizes)]
     for place, told in run.opened(places, [1]).items():
@@ -187,7 +189,7 @@ def by_size(run: Growing) -> Curves:
     return curves
 
 
-SECTIONS: Mapping[str, tuple[str, Callable[[Growing], Curves]]] = {  # by name the axis
+SECTIONS: Mapping[str, tuple[str, Callable[[Growing], Curves]]] = {  # name: axis, measurement
     "prompt": ("tokens of the prompt", by_prompt),
     "positions": ("positions of a call, gamma + 1", by_positions),
     "slots": ("slots", by_slots),
@@ -196,7 +198,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Growing], Curves]]] = {  # by name t
 
 
 def run(growing: Growing) -> dict[str, Any]:
-    """Measure all sections; the JSON object."""
+    """Measure all sections; returns the JSON object."""
     sections = {}
     for name, (axis, measure) in SECTIONS.items():
         growing.clock.note(name)
@@ -210,21 +212,21 @@ def run(growing: Growing) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# What is told
+# Output
 
 
 def heading(results: Results) -> str:
-    """What the figures are of."""
+    """The conditions of the figures."""
     return (
         f"{machine.sentence(results['machine'])}; the target is {results['target']} in "
-        f"{results['precision']}; memory reads at "
+        f"{results['precision']}; memory is read at "
         f"{results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
-        "time: no exponent of such points should be quoted"
+        "time: do not quote exponents of such points"
     )
 
 
 def tables(results: Results) -> list[Table]:
-    """A table for each section: values and floors of each curve, and its exponents below."""
+    """One table per section: values and floors of each curve, with the exponents below."""
     made = []
     for name, section in results["sections"].items():
         rows, notes = list[list[str]](), []
@@ -240,7 +242,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def exponents(points: Sequence[Point], unit: str) -> str:
-    """Those of a curve, in words."""
+    """A description of a curve's exponents."""
     x, y = [p["x"] for p in points], [p["y"] for p in points]
     line, beyond = power(x, y), marginal(x, y)
     if line is None:
@@ -248,9 +250,9 @@ def exponents(points: Sequence[Point], unit: str) -> str:
     if beyond is None:
         return str(line)
     if beyond.low is None or beyond.high is None:
-        return f"{line} | a constant cannot be told from it"
+        return f"{line} | a constant cannot be distinguished"
     interval = f"({beyond.low:.2f} to {beyond.high:.2f})"
-    # A fit's own rounding is no constant.
+    # Ignore a constant that is only rounding of the fit.
     constant = beyond.constant if beyond.constant > 1e-9 * max(y) else 0
     return f"{line} | beyond {_number(constant)} {unit}: x^{beyond.exponent:.2f} {interval}"
 
@@ -261,14 +263,14 @@ def _number(value: float) -> str:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/side"), metavar="DIR",
-        help="where checkpoints and bundles are kept; default build/side")  # fmt: skip
+        help="folder for checkpoints and bundles (default: build/side)")  # fmt: skip
     parser.add_argument("--precision", choices=("float32", "int8", "int4"), default="float32",
-        help="of the weights; default float32")  # fmt: skip
+        help="precision of the weights (default: float32)")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     args.work.mkdir(parents=True, exist_ok=True)
-    clock.note("the text that prompts are cut from")
+    clock.note("reading the text for the prompts")
     prompts = Prompts(Tokenizer(TARGET / TOKENIZER_FILE), collect().held_out)
     reader = machine.MemoryReader(args.threads)
     scale = QUICK if args.quick else FULL
@@ -278,7 +280,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 SUITE = Suite(
     name="growth",
     about=__doc__ or "",
-    quick="smaller models: two minutes once they are made",
+    quick="smaller models: two minutes, plus the time to build them once",
     measure=_measure,
     tables=tables,
     heading=heading,

@@ -1,9 +1,9 @@
-"""What quantised weights cost: ours of 8 and 4 bits, and llama.cpp's, on one checkpoint.
+"""Quality loss from quantised weights on one checkpoint: Outrider's int8 and int4, and llama.cpp's.
 
-The full model writes texts at temperature 1. On them, KL(full || quantised) of the next token in
-nats. All weights are dequantised and run by torch, so that formats are compared and no kernels;
-llama.cpp's are its own quantisers and mixture rules. What a build reports of its engine includes
-the rounding of activations.
+The full model generates texts at temperature 1; on these, KL(full || quantised) of the next token
+is computed in nats. All weights are dequantised and run by torch, so this compares formats, not
+kernels. llama.cpp's weights come from its own quantisers and mixture rules. The loss that a build
+reports for its engine also includes the rounding of activations.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ..core.table import Table
 from ..systems import SYSTEMS, gguf
 
 LENGTH = 128
-Way = tuple[str, Any, int]  # name, model, bytes of its matrices
+Way = tuple[str, Any, int]  # name, model, size of its matrices in bytes
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(TARGET), metavar="DIR",
-                        help="a checkpoint of full weights; llama.cpp's rows are for Llama and "
-                        "Qwen; default: the bundled target")  # fmt: skip
+                        help="checkpoint that is not quantised; llama.cpp is measured for Llama "
+                        "and Qwen only (default: the bundled target)")  # fmt: skip
     parser.add_argument(
         "--bits",
         type=float,
         nargs="+",
         default=[],
         metavar="B",
-        help="also what int4 costs with these bits a weight",
+        help="also measure int4 with these numbers of bits per weight",
     )
 
 
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     given = find(args.model)
     full = load(given, torch.float32)
     count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
-    clock.note("the full model writes texts")
+    clock.note("generating texts with the full model")
     ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH)
     written, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
     said = logits(full, ids)
@@ -75,8 +75,8 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
 
 def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Iterator[Way]:
-    """As a build quantises. written: `Texts`, which the levels are chosen by. bits: what BITS says
-    in it, for a row of each."""
+    """Models quantised as in a build. written: `Texts` for choosing the levels. bits: values of
+    BITS, each for another row."""
     import torch
 
     from export.checkpoint import find
@@ -94,7 +94,8 @@ def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Ite
 
 
 def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
-    """Through a file in llama.cpp's format. Raises `gguf.NotWritten` for other models."""
+    """Models quantised by llama.cpp, through GGUF files. Raises `gguf.NotWritten` for models that
+    cannot be converted."""
     import torch
 
     from export.checkpoint import find
@@ -117,17 +118,17 @@ def tables(results: Results) -> list[Table]:
         [name, f"{row['bits']:,.2f}", f"{row['kl']:.5f} ± {row['kl_error']:.5f}"]
         for name, row in results["rows"].items()
     ]
-    title = f"What quantising costs: {results['checkpoint']}"
+    title = f"Quality loss from quantisation: {results['checkpoint']}"
     tokens = next(iter(results["rows"].values()))["tokens"]
     notes = [f"{results['weights'] / 1e6:,.1f} M weights, {tokens:,} tokens."]
     if results["missing"]:
         notes.append(f"llama.cpp: {results['missing']}.")
-    head = ["weights", "bits a weight", "KL, nats"]
+    head = ["weights", "bits per weight", "KL, nats"]
     return [Table(title, head, rows, notes)]
 
 
 SUITE = Suite(
-    "quality", __doc__ or "", "8 texts to measure on, in place of 64", measure, tables,
+    "quality", __doc__ or "", "8 texts instead of 64", measure, tables,
     options=options,
 )  # fmt: skip
 main = SUITE.main

@@ -362,7 +362,7 @@ def test_a_program_that_cannot_be_or_fails(
     assert "CXX=/nowhere was not found" in error_line(capsys.readouterr().err, "backend")
     for said, told in (
         ("error: x is no bundle. Build y.", "x is no bundle. Build y."),
-        ("", "with 7"),
+        ("", "with status 7"),
     ):
         with pytest.raises(OutriderError, match=told):
             embed.run(["sh", "-c", f"echo '{said}' >&2; exit 7"])

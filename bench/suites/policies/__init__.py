@@ -1,1 +1,1 @@
-"""What choosing gamma for each round brings."""
+"""Benchmark of the policies that choose gamma for each round."""

@@ -1,12 +1,13 @@
-"""The same text, and the same luck with each of its tokens, however it is decoded.
+"""Replays a fixed text, with a fixed acceptance decision for each token, in any way of decoding.
 
-Above temperature 0, two ways of decoding give two texts, one of which may be easier to draft, and
-that difference is larger than what is to be compared. But where a text x came from p, a draft token
-at a place all before which stands is accepted with probability min(1, q(x) / p(x)), whatever gamma
-was: in Algorithm 1 (Leviathan et al. 2023) a token is x by acceptance with probability min(p, q),
-of p in all. So a text is decoded plainly, one coin is thrown for each place, and then every way
-tells it again: the models and the sampler do all their work, for as long, and what they find is put
-aside. The rounds of each way have the distribution that they would have had, given this text.
+Above temperature 0, two ways of decoding generate two texts, one of which may be easier to draft,
+and that difference is larger than those to be measured. But given that a text x was drawn from p, a
+draft token whose predecessors were all accepted is accepted with probability min(1, q(x) / p(x)),
+whatever gamma is: in Algorithm 1 (Leviathan et al. 2023) a token is x by acceptance with
+probability min(p, q), and x with probability p in total. So a text is decoded plainly, one random
+number is drawn for each position, and then every way replays the text: the models and the sampler
+do all their work, in the same time, and their results are discarded. The rounds of each way have
+the distribution that they would have had, given this text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ...core.runs import fresh, plain_options
 
 @dataclass(frozen=True)
 class Story:
-    """ids: of the prompt and the text. stands: whether a draft's token would, by place."""
+    """A text to replay. ids: prompt and text. stands: for each position, whether a draft token
+    would be accepted there."""
 
     ids: Sequence[int]
     stands: Sequence[bool]
@@ -40,7 +42,8 @@ class Story:
 def story(
     engine: TextEngine, prompt: Sequence[int], tokens: int, seed: int, options: Mapping[str, Any]
 ) -> Story:
-    """Of the model draft. options: "temperature", and "draft_temperature" where it has its own."""
+    """Generate a text, and the acceptance decisions for the draft model. options: "temperature",
+    and optionally "draft_temperature"."""
     plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
     text = engine.generate(prompt, seed=seed, **plain).tokens
     ids = [*prompt, *(token.id for token in text)]
@@ -59,7 +62,7 @@ def story(
 def _distributions(
     engine: TextEngine, model: Engine, ids: Sequence[int], temperature: float
 ) -> list[Distribution]:
-    """After each token."""
+    """The model's distributions after each token."""
     params, width = SamplingParams(temperature=temperature), engine.decoder.max_gamma
     tokens = engine.decoder.vocab_size
     found = []
@@ -71,8 +74,8 @@ def _distributions(
 
 
 class Retelling:
-    """A sampler that works as `inner` does, for one slot whose drafts are drawn, and says what
-    stands in `story`."""
+    """A sampler that does the work of `inner`, for one slot with drawn drafts, but returns the
+    tokens of `story`."""
 
     def __init__(self, inner: Sampler):
         self.inner, self.vocab_size = inner, inner.vocab_size
@@ -97,7 +100,7 @@ class Retelling:
 
     def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         if any(drafts):
-            raise NotImplementedError("a draft whose tokens are not drawn one by one")
+            raise NotImplementedError("drafts whose tokens are not drawn one by one")
         self.inner.give(drafts, first_slot)
 
     def verify(
@@ -111,7 +114,8 @@ class Retelling:
 
 
 def retelling(engine: TextEngine) -> tuple[TextEngine, Retelling]:
-    """The same models, on the CPU, that tell a story; one text at a time."""
+    """An engine with the same models, on the CPU, that replays a story, one text at a time; and the
+    sampler to set the story on."""
     rounds = engine.decoder.rounds
     assert isinstance(rounds, HostRounds)
     sampler = Retelling(rounds.sampler)

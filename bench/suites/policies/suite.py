@@ -1,11 +1,11 @@
-"""What choosing gamma for each round brings, by the clock.
+"""Measure the policies that choose gamma for each round.
 
-Texts of three workloads, which a draft serves well, fairly and hardly at all, take turns, as
-requests to a service do. Each is decoded with every fixed gamma, with gamma="auto", which has to
-learn costs and acceptance meanwhile, with the schedule of Transformers and, so that the noise is
-seen, plainly once more; in an order of its own (bench.core.runs), and always to the same text with
-the same luck (`retold`). Then the fallback: what is lost to plain decoding with drafts that are
-never worth their time.
+Texts of three workloads, for which the draft is good, fair and almost useless, are interleaved like
+requests to a service. Each is decoded with every fixed gamma, with gamma="auto", which has to learn
+costs and acceptance meanwhile, with the schedule of Transformers and, to show the noise, plainly a
+second time. The order changes from text to text (bench.core.runs); all ways generate the same text
+with the same acceptance decisions (`retold`). Then the fallback: the loss compared with plain
+decoding when drafts never pay off.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from .retold import retelling, story
 
 AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
 WITHOUT, FALLBACK = "gamma 4", "fallback"
-NEAR, LOSS, NOISE = 0.95, 0.05, 0.02  # of the best fixed gamma; of plain decoding; of a total
-GAMMA = 4  # that the fallback has to do with
+NEAR = 0.95  # goal: share of the best fixed gamma's speed
+LOSS = 0.05  # goal: largest loss of plain decoding's speed
+NOISE = 0.02  # relative error of a speed above which a note is printed
+GAMMA = 4  # gamma of the fallback's drafts
 ALL = "all, taking turns"
 
 
 @dataclass(frozen=True)
 class PolicyScale:
-    """texts: of a workload. prompt, tokens: of a prompt, of an output. fallback: texts of a draft,
-    no more than of a workload. long: tokens of one of those; the promise is a share of 256.
-    patience: seconds for disturbed texts."""
+    """texts: number per workload. prompt, tokens: length of a prompt, of an output. fallback: texts
+    per draft for the fallback, at most `texts`. long: tokens of each of these; the goal applies to
+    256. patience: seconds for repeating disturbed texts."""
 
     texts: int
     prompt: int
@@ -49,18 +51,18 @@ class PolicyScale:
     patience: float
 
 
-# Prompt, output and drafts fit 256 rows, so that a cache has one size throughout.
+# Prompt, output and drafts fit into 256 rows, so that the size of a cache never changes.
 FULL = PolicyScale(50, 64, 160, 24, 256, 60)
 QUICK = PolicyScale(3, 64, 96, 2, 128, 0)
 
 
-# Of a workload: prompts, and the options of the draft model.
+# A workload: prompts, and options for the draft model.
 Load = tuple[Sequence[Sequence[int]], Mapping[str, Any]]
 
 
 def workloads(engine: TextEngine, scale: PolicyScale) -> dict[str, Load]:
-    """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
-    it guesses."""
+    """Tables that greedy decoding continues; held-out code; the same code with a draft temperature
+    so high that its tokens are nearly random."""
     made = Prompts(engine.tokenizer, collect().held_out)
     tables, code = (made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion"))
     model = {"draft": "model", "temperature": 1.0}
@@ -74,9 +76,9 @@ def workloads(engine: TextEngine, scale: PolicyScale) -> dict[str, Load]:
 def stream(
     engine: TextEngine, loads: Mapping[str, Load], scale: PolicyScale, clock: Clock
 ) -> dict[str, list[Mapping[str, Run]]]:
-    """By workload the undisturbed texts, and the runs of each; all ways tell the same text."""
+    """The undisturbed texts of each workload with their runs; all ways generate the same text."""
     fixed, sampler = retelling(engine)
-    auto, schedule = runs.fresh(fixed), runs.fresh(fixed)  # each has measured for itself alone
+    auto, schedule = runs.fresh(fixed), runs.fresh(fixed)  # with separate measured costs
     most = engine.decoder.max_gamma
     made: dict[str, dict[str, Way]] = {}
     for name, (prompts, options) in loads.items():
@@ -101,12 +103,12 @@ def stream(
 
 
 def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
-    """Of one workload, or of all as one stream, the object of the JSON line.
+    """The JSON object of one workload, or of all of them as one stream.
 
-    speeds: over plain decoding, by way. alpha: of all fixed gammas. best: of the gammas, chosen
-    with hindsight and therefore a little lucky. auto_of_best: auto's speed over that, and its
-    standard error, of the clock and of which texts there are. noise: that of plain decoding against
-    itself, of the clock alone.
+    speeds: relative to plain decoding, by way. alpha: over all fixed gammas. best: the best gamma,
+    chosen with hindsight and therefore slightly too good. auto_of_best: auto's speed relative to
+    it, with its standard error, from timing and from the choice of texts. noise: standard error of
+    plain decoding compared with itself, from timing only.
     """
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
     drafting = total(text[gamma] for text in texts for gamma in gammas[1:])
@@ -130,8 +132,8 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
 def fallback(
     engine: TextEngine, hopeless: Load, scale: PolicyScale, clock: Clock
 ) -> dict[str, dict[str, float]]:
-    """By draft and way what is lost to plain decoding: the workload's own draft, and any token as
-    the draft."""
+    """The loss compared with plain decoding, by draft and way. Drafts: the workload's own, and
+    random tokens."""
     prompts, own = hopeless
     gamma, found = min(GAMMA, engine.decoder.max_gamma), {}
     for name, options in {
@@ -159,13 +161,13 @@ def fallback(
 
 
 def loss(texts: Texts[str], way: str) -> float:
-    """Of all texts as one, the share of plain decoding's speed."""
+    """The loss over all texts, as a share of plain decoding's speed."""
     return rounded(1 - gain(texts, way, PLAIN).total)
 
 
 def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
-    """By workload, of each text after its prompt whether a draft token would stand ("1"), by place:
-    tests/support/acceptance.json, of 16 texts."""
+    """For each workload and text, whether a draft token would be accepted ("1") at each position
+    after the prompt. tests/support/acceptance.json has these for 16 texts."""
     engine = runs.load_pair(folder, 1)
     return {
         name: [
@@ -178,11 +180,11 @@ def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
 
 
 def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str, Any]:
-    """The JSON object. Raises OutriderError as `load_pair`."""
+    """Measure everything; returns the JSON object. Raises OutriderError as `load_pair` does."""
     clock.patience = scale.patience
     engine = runs.load_pair(folder, threads)
     most = engine.decoder.max_gamma
-    clock.note("the corpus of the bundled pair")
+    clock.note("reading the bundled pair's corpus")
     loads = workloads(engine, scale)
     kept = stream(engine, loads, scale, clock)
     kept[ALL] = [text for some in kept.values() for text in some]
@@ -202,20 +204,20 @@ TWO, THREE = ",.2f", ",.3f"
 
 
 def goals(results: Results) -> list[tuple[str, float, bool]]:
-    """What the policies promise, what was measured, and whether that holds."""
+    """The goals of the policies, each with the measured value and whether it is met."""
     ratios = {name: x["auto_of_best"] for name, x in results["workloads"].items()}
     mixed, near = ratios.pop(ALL), min(ratios.values())
     ways = results["fallback"].values()
     lost = max(losses[way] for losses in ways for way in (FALLBACK, AUTO))
     return [
-        (f"auto at least {NEAR} of the best gamma", near, near >= NEAR),
-        ("auto faster than any gamma on the stream", mixed, mixed > 1),
-        (f"a loss of at most {LOSS}", lost, lost <= LOSS),
+        (f"auto: at least {NEAR} of the best gamma's speed", near, near >= NEAR),
+        ("auto: faster than any gamma when interleaved", mixed, mixed > 1),
+        (f"auto and fallback: lose at most {LOSS}", lost, lost <= LOSS),
     ]
 
 
 def tables(results: Results) -> list[Table]:
-    """Speeds over plain decoding by gamma and policy; losses of the fallback; goals."""
+    """Tables of speeds relative to plain decoding by gamma and policy, of losses, and of goals."""
     loads = results["workloads"]
     columns: list[Column] = [
         ("alpha", "alpha", TWO), *((name, name, TWO) for name in loads[ALL]["speeds"]),
@@ -232,22 +234,22 @@ def tables(results: Results) -> list[Table]:
         for way, loss in ways.items()
     )
     noise = max(x["noise"] for x in loads.values())
-    busy = f"The noise of a speed is {noise:.1%}: more texts, or a quieter machine, are needed."
+    busy = f"The noise of a speed is {noise:.1%}: use more texts or a quieter machine."
     told = [[goal, f"{value:.3f}", "yes" if met else "no"] for goal, value, met in goals(results)]
     return [
-        table_of("Speed over plain decoding, by gamma and policy", speeds, columns,
+        table_of("Speed relative to plain decoding, by gamma and policy", speeds, columns,
                  [busy] if noise > NOISE else []),
-        table_of(f"Loss to plain decoding, texts of {results['long']} tokens", lost,
+        table_of(f"Loss compared with plain decoding, texts of {results['long']} tokens", lost,
                  [("loss", "loss", "+.1%")]),
         Table("Goals", ["", "measured", "met"], told),
     ]  # fmt: skip
 
 
 def heading(results: Results) -> str:
-    """What the figures are of."""
+    """The conditions of the figures."""
     return (
         f"{machine.sentence(results['machine'])}; {results['texts']} texts of "
-        f"{results['tokens']} tokens of each workload; {plain_steps(results['plain_width'])}. "
+        f"{results['tokens']} tokens per workload; {plain_steps(results['plain_width'])}. "
         "* other processes took over 2 % of the time"
     )
 
@@ -255,7 +257,7 @@ def heading(results: Results) -> str:
 SUITE = Suite(
     name="policies",
     about=__doc__ or "",
-    quick="3 short texts of each workload: half a minute",
+    quick="3 short texts per workload: half a minute",
     measure=lambda args, clock: run(
         args.engines, QUICK if args.quick else FULL, args.threads, clock
     ),
