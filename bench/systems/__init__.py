@@ -1,9 +1,9 @@
-"""Decoders on the same checkpoints, each in a process of its own: its threads and its memory stay
-out of ours.
+"""Inference systems on the same checkpoints, each in its own process, so that threads and memory
+are separate.
 
-A system is a module with a worker (`worker.Worker`), a line in `SYSTEMS`, and some in `MEASURED` of
-suites/side/run.py. `peer.Peer` starts the process, sends it what `protocol` has, and gets a `Text`
-for each prompt, or why not.
+A system is a module with a worker (`worker.Worker`), a line in `SYSTEMS`, and entries in `MEASURED`
+of suites/side/run.py. `peer.Peer` starts the process and sends it the requests of `protocol`; it
+receives a `Text` for each prompt, or the reason for a failure.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A system. worker: a module of this package and its class. packages: what the module imports.
-    extra: the group in pyproject.toml that brings them."""
+    """A system. worker: its module in this package, and the class. packages: packages that the
+    module imports. extra: the extra in pyproject.toml that installs them."""
 
     worker: str
     packages: tuple[str, ...]
     extra: str
 
     def missing(self) -> str | None:
-        """Why there is no such system, None if its packages are installed."""
+        """The reason why the system is missing; None if its packages are installed."""
         absent = [package for package in self.packages if not importlib.util.find_spec(package)]
         return f"{' and '.join(absent)} not installed (extra {self.extra})" if absent else None
 

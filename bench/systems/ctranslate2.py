@@ -1,6 +1,6 @@
-"""CTranslate2, on what its own converter makes of an encoder-decoder.
+"""CTranslate2, on an encoder-decoder converted by its own converter.
 
-What transcribes here is what faster-whisper is made of, given the same features as the others.
+It transcribes with the engine of faster-whisper, from the same features as the other systems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from .protocol import Request, Setup
 from .worker import Arrivals, converted, step_share, weights_bytes
 
-library: Any = ctranslate2  # without annotations
+library: Any = ctranslate2  # has no annotations
 CONVERTER = "ctranslate2.converters.transformers"
 WEIGHTS = "model.bin"
 
@@ -62,12 +62,12 @@ class CTranslateWorker:
             self._translate(request, arrivals, sampling)
 
     def _translate(self, request: Request, arrivals: Arrivals, sampling: dict[str, Any]) -> None:
-        """Token by token, as they come. The encoder's time is not told."""
+        """Decode with a callback for each token. The encoder's time is not available."""
 
-        begin = request.begin[1:]  # it knows what the first one is
+        begin = request.begin[1:]  # CTranslate2 adds the first one itself
 
         def came(step: Any) -> bool:
-            if step.step >= len(begin):  # those before are given, and told too
+            if step.step >= len(begin):  # the callback is also called for the given tokens
                 arrivals.add([(0, [step.token_id])])
             return False
 
@@ -79,15 +79,16 @@ class CTranslateWorker:
         )  # fmt: skip
 
     def _transcribe(self, request: Request, arrivals: Arrivals, sampling: dict[str, Any]) -> None:
-        """No token is told before the last one, so that the first is asked for by itself, and the
-        others as what follows it."""
+        """Transcribe in two calls, for the first token and for the rest, because a call returns all
+        of its tokens at the end."""
         begin, features = time.perf_counter(), np.asarray(request.prompts[0])[None]
         encoded = self._model.encode(library.StorageView.from_array(features))
         arrivals.texts[0].notes["encode"] = time.perf_counter() - begin
         said = list(request.begin)
         asking = sum(self._tokens[token].startswith("<|") for token in said)
         for count in (1, request.new_tokens - 1):
-            # Half of it is for the prompt. What is said already counts, and is said again.
+            # CTranslate2 reserves half of max_length for the prompt. Tokens of the output so far
+            # count against the other half, and are returned again.
             most = 2 * (len(said) - asking + count)
             (result,) = self._model.generate(
                 encoded, [said], max_length=most, suppress_blank=False,

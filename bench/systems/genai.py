@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, on what its own model builder makes of the checkpoint."""
+"""ONNX Runtime GenAI, on a checkpoint converted by its own model builder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .worker import Arrivals, converted, weights_bytes
 og: Any = onnxruntime_genai
 BUILDER = "onnxruntime_genai.models.builder"
 WEIGHTS = "model.onnx.data"
-NGRAM = 3  # of lookups: the last two tokens are looked for, as Transformers does
+NGRAM = 3  # for lookups: searches for the last two tokens, as Transformers does
 
 
 class GenaiWorker:
-    """See `worker.Worker`. The pair is loaded when a request drafts: a model of its own."""
+    """See `worker.Worker`. Target and draft together are a separate model, which is loaded when a
+    request drafts."""
 
     def __init__(self, setup: Setup):
         self._threads = {"session_options": {"intra_op_num_threads": setup.threads}}
@@ -40,7 +41,7 @@ class GenaiWorker:
         }
 
     def _model(self, *, pair: bool) -> Any:
-        """The target alone, or target and draft."""
+        """The target only, or target and draft."""
         if pair not in self._models:
             changes: dict[str, Any] = {"decoder": self._threads}
             config = og.Config(str(self._folder))
@@ -76,12 +77,12 @@ class GenaiWorker:
         if drafts and not alone:
             raise ValueError("a batch is decoded without drafts")
         generator = self._generator(request)
-        buffered = 0  # tokens of the last round that are not yet out
+        buffered = 0  # tokens of the last round that have not been returned yet
         tokens: list[int] = []
         while len(arrivals.texts[0].tokens) < request.new_tokens:
-            # It cannot be told that no token ends a text. Alone, the one that does is left out of
-            # its sequence: given as a prompt it is read, at the cost of any other step. Among
-            # others, a text that has ended is padded at the cost of one that has not.
+            # GenAI cannot ignore end-of-text tokens. For a single text, such a token is not part of
+            # the sequence; appending it as a prompt continues, at the cost of any other step. In a
+            # batch, a text that has ended is padded, at the cost of one that has not.
             if alone and generator.is_done():
                 generator.append_tokens(tokens)
             generator.generate_next_token()
@@ -100,7 +101,8 @@ def _build(setup: Setup, checkpoint: Path) -> Path:
 
 
 def _linked(draft: Path, folder: Path) -> dict[str, Any]:
-    """The draft's section of the target's configuration; its files have to lie in that folder."""
+    """The draft's section for the target's configuration. The draft's files are linked into the
+    target's folder, where GenAI expects them."""
     place = folder / "draft"
     place.mkdir(exist_ok=True)
     for file in draft.glob("model.onnx*"):

@@ -1,6 +1,6 @@
-"""python -m bench.systems.gguf CHECKPOINT FILE [--type q8_0]: a Llama or Qwen for llama.cpp.
+"""python -m bench.systems.gguf CHECKPOINT FILE [--type q8_0]: convert Llama or Qwen for llama.cpp.
 
-The file has no vocabulary, only its size: whoever reads it feeds and gets token ids.
+The file has no vocabulary, only its size, so it can only be used with token ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
-# llama.cpp's mixtures; where a row is no multiple of a block, it takes a wider type by itself.
+# llama.cpp's mixtures. It uses a wider type for rows that are not a multiple of the block size.
 MIXTURES = {
     "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
     "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
@@ -23,7 +23,7 @@ MIXTURES = {
 }
 
 
-# By Transformers' model type: llama.cpp's architecture, and whether it rotates neighbours.
+# By Transformers' model type: llama.cpp's architecture, and whether it rotates adjacent rows.
 FAMILIES = {
     "llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
@@ -31,29 +31,31 @@ FAMILIES = {
 
 
 class NotWritten(ValueError):
-    """A checkpoint of another family, or not in the Hugging Face layout."""
+    """The checkpoint cannot be converted: another family, or not in the Hugging Face layout."""
 
 
 def write(checkpoint: Path, file: Path) -> None:
-    """The checkpoint's weights in float32, under llama.cpp's names.
+    """Write the checkpoint's weights in float32, under llama.cpp's names.
 
     Raises:
-        NotWritten: it is none of `FAMILIES`, has a sliding window or another rotary embedding than
-            the default one or Llama 3's.
+        NotWritten: the checkpoint is not of `FAMILIES`, has a sliding window, or has a rotary
+            embedding other than the default or Llama 3's.
     """
     import gguf
     from transformers import AutoConfig
 
     if not checkpoint.is_dir():
-        raise NotWritten("only a folder in the Hugging Face layout is written")
+        raise NotWritten("only a folder in the Hugging Face layout can be converted")
     config: Any = AutoConfig.from_pretrained(checkpoint)
     rope, kind = getattr(config, "rope_parameters", {}), config.model_type
     if kind not in FAMILIES or rope["rope_type"] not in ("default", "llama3"):
-        raise NotWritten(f"only {', '.join(FAMILIES)} with usual rotary embeddings are written")
+        raise NotWritten(
+            f"only {', '.join(FAMILIES)} with usual rotary embeddings can be converted"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
         kind == "mistral" and config.sliding_window
     ):
-        raise NotWritten("no sliding window is written")
+        raise NotWritten("sliding windows cannot be converted")
     architecture, neighbours = FAMILIES[kind]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -91,7 +93,8 @@ def write(checkpoint: Path, file: Path) -> None:
 
 
 def slower(config: Any, width: int) -> Array:
-    """By how much Llama 3 slows each of the width / 2 frequencies, as Transformers has it."""
+    """The factors by which Llama 3 divides each of the width / 2 rotary frequencies, as computed by
+    Transformers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -101,18 +104,18 @@ def slower(config: Any, width: int) -> Array:
 
 
 def tensors(checkpoint: Path) -> Iterator[tuple[str, Array]]:
-    """Names and float32 values of all that is stored."""
+    """Names and float32 values of all stored tensors."""
     import safetensors
     import torch
 
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name).to(torch.float32).numpy()
 
 
 def interleaved(weight: Array, heads: int) -> Array:
-    """Rows of a projection [heads * width, hidden] (or its biases) in the order of llama.cpp's
+    """The rows of a projection [heads * width, hidden] (or its biases) in the order of llama.cpp's
     rotation.
 
     Transformers rotates row i of a head with row i + width / 2, llama.cpp row 2 i with 2 i + 1.
@@ -122,7 +125,7 @@ def interleaved(weight: Array, heads: int) -> Array:
 
 
 def quantize(source: Path, file: Path, mixture: str, threads: int) -> None:
-    """A float32 GGUF file in one of `MIXTURES`, by llama.cpp itself."""
+    """Quantise a float32 GGUF file to one of `MIXTURES`, with llama.cpp itself."""
     import llama_cpp
 
     library: Any = llama_cpp

@@ -1,4 +1,4 @@
-"""llama.cpp, through llama-cpp-python and its drafts for `Llama.generate`."""
+"""llama.cpp, through llama-cpp-python and the draft models of its `Llama.generate`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .protocol import Request, Setup
 from .worker import Arrivals, converted
 
 Ids = npt.NDArray[np.intc]
-# The binding's defaults restrict draws; these do not.
+# Turns off the filters that the binding applies by default.
 UNRESTRICTED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0}
 library: Any = llama_cpp
 
 
 def _argmax(context: Any, row: int, vocab_size: int) -> int:
-    """Of a row of logits of the last call."""
+    """The argmax of a row of logits of the last call."""
     logits = library.llama_get_logits_ith(context, row)
     return int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax())
 
 
 class _Counting(llama_cpp.Llama):  # type: ignore[misc]  # the binding has no annotations to check
-    """Counts its evaluations: a round of drafts is one, however many tokens it yields."""
+    """Counts evaluations. A round is one evaluation, however many tokens it yields."""
 
     evaluations = 0
 
@@ -38,14 +38,15 @@ class _Counting(llama_cpp.Llama):  # type: ignore[misc]  # the binding has no an
 
 
 class _Draft(LlamaDraftModel):  # type: ignore[misc]
-    """The draft's argmax, gamma times. Its cache keeps what still agrees with the text."""
+    """Proposes the draft's argmax, gamma times. Reuses the cached prefix that agrees with the
+    text."""
 
     def __init__(self, model: Any):
         self.model, self.gamma = model, 0
 
     def __call__(self, input_ids: Ids, /, **options: Any) -> Ids:
         model = self.model
-        size = min(model.n_tokens, len(input_ids) - 1)  # one at least is read: its logits are due
+        size = min(model.n_tokens, len(input_ids) - 1)  # evaluate at least one, for its logits
         same = model.input_ids[:size] == input_ids[:size]
         model.n_tokens = size if same.all() else int(same.argmin())
         unread: list[int] = input_ids[model.n_tokens :].tolist()
@@ -58,7 +59,7 @@ class _Draft(LlamaDraftModel):  # type: ignore[misc]
 
 
 class LlamaWorker:
-    """See `worker.Worker`. A mode's models are loaded with the first request for it."""
+    """See `worker.Worker`. The models of a mode are loaded at the first request for it."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -95,13 +96,13 @@ class LlamaWorker:
                 if self._draft is None:
                     raise ValueError("no draft model was given")
                 draft = _Draft(self._read(self._draft))
-            # The binding keeps logits of drafts where they fit: in as many rows as the cache has.
+            # For drafts the binding needs logits of all rows of the cache.
             more = {"draft_model": draft, "logits_all": True} if draft else {}
             self._models[mode] = self._read(self._target, **more)
         return self._models[mode]
 
     def _read(self, file: Path, **more: Any) -> Any:
-        # llama.cpp's cache is float16 unless it is told; a float32 model is to be one throughout.
+        # llama.cpp's cache is float16 by default; a float32 model should be float32 throughout.
         cache = library.GGML_TYPE_F32 if self._setup.precision == "float32" else None
         return _Counting(
             str(file),
@@ -125,7 +126,7 @@ class LlamaWorker:
             self._many.generate(request, arrivals)
             return
         model = self._model(request.mode)
-        model.reset()  # else it keeps the longest prefix that the prompts share
+        model.reset()  # otherwise it reuses the longest common prefix of the prompts
         model.set_seed(request.seed)
         if request.mode == "lookup":
             model.draft_model.num_pred_tokens = request.gamma
@@ -140,8 +141,8 @@ class LlamaWorker:
 
 
 class _Many:
-    """A second context on the loaded weights, with a cache for several texts. It goes through
-    llama.cpp's own interface, in which a call may have tokens of several texts."""
+    """A second context on the loaded weights, with a cache for several texts. Uses llama.cpp's own
+    interface, where a call may contain tokens of several texts."""
 
     def __init__(self, model: Any, setup: Setup):
         parameters = model.context_params
@@ -163,7 +164,8 @@ class _Many:
             arrivals.add((text, [token]) for text, token in enumerate(last))
 
     def _call(self, rows: Sequence[tuple[int, int, int]]) -> list[int]:
-        """rows: (text, position, token). The argmax after the last row of each of the texts."""
+        """Evaluate rows of (text, position, token); returns the argmax after the last row of each
+        text."""
         call, ends = self._tokens, {text: i for i, (text, _, _) in enumerate(rows)}
         call.n_tokens = len(rows)
         for i, (text, position, token) in enumerate(rows):
@@ -171,5 +173,5 @@ class _Many:
             call.n_seq_id[i], call.seq_id[i][0] = 1, text
             call.logits[i] = i == ends[text]
         if status := library.llama_decode(self._context, call):
-            raise RuntimeError(f"llama_decode gave {status}")
+            raise RuntimeError(f"llama_decode returned {status}")
         return [_argmax(self._context, end, self._vocab_size) for end in ends.values()]

@@ -1,4 +1,4 @@
-"""Outrider under the same conditions as the others."""
+"""Outrider, under the same conditions as the peers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OutriderWorker:
 
     def load(self) -> dict[str, Any]:
         setup = self._setup
-        # The same prompt comes once in every mode; what a slot still holds of it must not help.
+        # The same prompt is decoded once in every mode; rows that a slot still holds must not help.
         self.engine = load(self._folder, slots=setup.slots, threads=setup.threads, reuse=False)
         return {
             "outrider": f"onnxruntime {version('onnxruntime')}",
@@ -52,12 +52,12 @@ class OutriderWorker:
         }
 
     def _step_bytes(self, role: str) -> int:
-        """Of the weights that a step reads: all but the encoder's."""
+        """Bytes of the weights that a step reads: all except the encoder's."""
         encoder = self._folder / role / ENCODER_WEIGHTS_FILE
         return self.engine.memory.get(role, 0) - (encoder.stat().st_size if encoder.exists() else 0)
 
     def generate(self, request: Request, arrivals: Arrivals) -> None:
-        """As `TextEngine.batch` with a slot for each text, and the times of the rounds."""
+        """Like `TextEngine.batch` with a slot for each text, but recording the times of rounds."""
         decoder, numbers = self.engine.decoder, dict[ActiveSequence, int]()
         notes: dict[str, float] = {}
         try:
@@ -85,8 +85,8 @@ class OutriderWorker:
                 decoder.release(sequence)
 
     def _encode(self, asked: Asked) -> float:
-        """Seconds of the encoders: the target's and the draft's, which would run later. The source
-        that the slot may still have, of another mode's text, is forgotten."""
+        """Run the encoders, the target's and the draft's (which would otherwise run later); returns
+        the seconds. Discards the source that the slot may still hold from another mode's text."""
         begin, decoder = time.perf_counter(), self.engine.decoder
         drafts = decoder.draft is not None and asked.gamma and asked.draft == "model"
         for model in (decoder.target, decoder.draft if drafts else None):
@@ -107,13 +107,13 @@ class OutriderWorker:
         if decoder.draft is not None:
             calls["draft"] = call(decoder.draft, 1)
         with self.engine.undisturbed():
-            for work in [*calls.values()] * (WARM_UPS - 1):  # `sampled` has one
+            for work in [*calls.values()] * (WARM_UPS - 1):  # `sampled` does the last one
                 work()
             return sampled(calls, rounds=request.rounds, patience=request.patience)
 
 
 def _options(request: Request) -> dict[str, Any]:
-    """Those of `Options`, but for the seed."""
+    """The fields of `Options` for a request, except the seed."""
     gammas: dict[str, int | str] = {"plain": 0, "auto": "auto"}
     return {
         "gamma": gammas.get(request.mode, request.gamma),

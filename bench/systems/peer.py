@@ -1,4 +1,4 @@
-"""The process of a system, as those see it who ask it."""
+"""The client side of a system's worker process."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from . import SYSTEMS
 from .protocol import Prompt, Request, Setup, Steps, Text, Unavailable
 from .worker import serve
 
-PATIENCE = 10.0  # seconds for a worker to end by itself
+PATIENCE = 10.0  # seconds to wait for a worker to exit
 
 
 class Peer(AbstractContextManager["Peer"]):
-    """The worker of one system on one checkpoint, or a pair. options: those of `Setup`.
+    """The worker of one system, on one checkpoint or a pair. options: fields of `Setup`.
 
-    facts: the library's versions, dtype of the weights; load_seconds and load_lost, from the
-    converted files; of ours `parameters`; bytes of weights, draft_weights (of an encoder-decoder
-    those that a step reads), a cache_element,
-    `before`, of the process without a model, and `loaded`, its peak with it.
+    facts: versions of the libraries; dtype of the weights; load_seconds and load_lost, for loading
+    the converted files; for Outrider `parameters`; and in bytes: weights and draft_weights (for an
+    encoder-decoder those that a step reads), cache_element, `before` (memory of the process without
+    a model), and `loaded` (its peak with the model).
 
     Raises:
-        Unavailable: its packages are missing, or it does not take the checkpoint.
+        Unavailable: packages are missing, or the system cannot load the checkpoint.
     """
 
     def __init__(self, name: str, target: Path, **options: Any):
         if (reason := SYSTEMS[name].missing()) is not None:
             raise Unavailable(reason)
         setup = Setup(target, **options)
-        self._prompts: dict[str, Prompt] = {}  # the last of each mode
-        context = multiprocessing.get_context("spawn")  # nothing of this process is in it
+        self._prompts: dict[str, Prompt] = {}  # the last prompt of each mode
+        context = multiprocessing.get_context("spawn")  # shares nothing with this process
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, name, setup), daemon=True)
         self._process.start()
@@ -52,17 +52,17 @@ class Peer(AbstractContextManager["Peer"]):
     def close(self) -> None:
         self._pipe.close()
         self._process.join(PATIENCE)
-        if self._process.is_alive():  # amid a text, or a conversion
+        if self._process.is_alive():  # in the middle of a text or a conversion
             self._process.terminate()
             self._process.join()
 
     def generate(self, request: Request) -> list[Text]:
-        """Decode the texts; all their times are from the request on.
+        """Decode the texts. All times are measured from the request.
 
         Raises:
-            Unavailable: it failed.
-            ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
-                worker should not have, would show.
+            Unavailable: the system failed.
+            ValueError: the prompt is the same as the last one in this mode. A system that caches
+                prefixes would have an advantage.
         """
         if len(request.prompts) == 1:
             (prompt,), last = request.prompts, self._prompts.get(request.mode)
@@ -72,16 +72,17 @@ class Peer(AbstractContextManager["Peer"]):
         texts: list[Text] = self._ask(request)
         for text in texts:
             if len(text.tokens) != request.new_tokens:
-                raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
+                raise Unavailable(f"it returned {len(text.tokens)} of {request.new_tokens} tokens")
         return texts
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:
-        """Of Outrider alone: samples by "draft" and width. Raises Unavailable."""
+        """Time calls of the engines (Outrider only); returns samples by "draft" and width. Raises
+        Unavailable."""
         samples: dict[str, list[Sample]] = self._ask(request)
         return samples
 
     def _ask(self, request: Request | Steps) -> Any:
-        with suppress(BrokenPipeError):  # there will be no answer, which says why
+        with suppress(BrokenPipeError):  # `_answer` then raises with the reason
             self._pipe.send(request)
         return self._answer()
 

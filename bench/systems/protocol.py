@@ -1,4 +1,4 @@
-"""What a system is asked and what it answers, as it crosses between the processes."""
+"""Requests to a system and its answers, as they are sent between processes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy.typing as npt
 
 from ..core.clock import Sample
 
-# What a text is made of: token ids; or a sound's log-mel features, float32 [bands, frames].
+# Token ids, or the log-mel features of a sound, float32 [bands, frames].
 Prompt = list[int] | npt.NDArray[np.float32]
 
 
 class Unavailable(Exception):
-    """A system, or what is asked of it, is not there; the text says why."""
+    """A system, or a requested mode, is not available; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is started with.
+    """The options that a worker is started with.
 
-    target, draft: Hugging Face folders. threads: of every pool that decodes. work: where converted
-    checkpoints are kept. max_len: rows of a cache, prompt and gamma too. slots: texts that are
-    decoded together, where a cache is made for so many.
+    target, draft: Hugging Face folders. threads: size of every thread pool that decodes. work:
+    folder for converted checkpoints. max_len: rows of a cache, including prompt and gamma. slots:
+    number of texts decoded together, for systems that allocate a cache for them.
     """
 
     target: Path
@@ -41,11 +41,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """Texts of exactly `new_tokens` tokens: their end is never recognised. prompts: one, or several
-    that are decoded together, greedily, and have one length, so that nothing has to be padded.
-    gamma: tokens drafted a round. seed: of the draws at a temperature above 0, which are from the
-    whole vocabulary. begin: the tokens that the output of an encoder-decoder, which reads the
-    prompt, begins with."""
+    """A request for texts of exactly `new_tokens` tokens; end-of-text tokens are ignored. prompts:
+    one, or several of the same length, so that nothing has to be padded, which are decoded together
+    and greedily. gamma: tokens drafted per round. seed: for sampling at a temperature above 0,
+    which is from the whole vocabulary. begin: tokens that the output of an encoder-decoder, which
+    reads the prompt, begins with."""
 
     prompts: Sequence[Prompt]
     new_tokens: int
@@ -58,9 +58,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Steps:
-    """Calls of Outrider's engines alone: a step of the draft, if there is one, and the target with
-    each of `widths` tokens in each of `slots`, at row `position`. rounds, patience: as
-    `clock.sampled`."""
+    """A request to time calls of Outrider's engines alone: a step of the draft, if there is one,
+    and of the target with each number of tokens in `widths`, in each of `slots`, at row `position`.
+    rounds, patience: as in `clock.sampled`."""
 
     position: int
     widths: list[int]
@@ -73,11 +73,11 @@ class Steps:
 class Text:
     """A system's answer.
 
-    times: seconds from the request to each token; tokens of one round share theirs. lost: seconds
-    for which its threads have waited for a core by then (`core.clock`). peak: the most bytes that
-    the worker has held since it started, so whoever compares peaks asks each worker for one mode,
-    and gives it a draft only to draft with. notes: what the system itself has counted, if anything;
-    "encode", seconds until all encoders had run.
+    times: seconds from the request to each token; tokens of the same round have the same time.
+    lost: seconds for which the system's threads have waited for a core until then (`core.clock`).
+    peak: the worker's peak memory in bytes since it started. To compare peaks, use each worker for
+    one mode only, and give it a draft only if the mode uses it. notes: the system's own counters,
+    if any; "encode": seconds until all encoders had run.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -88,17 +88,18 @@ class Text:
 
     @property
     def first(self) -> Sample:
-        """To the first token: all of the prefill, and the first round where one drafts."""
+        """Time to the first token: the whole prefill and, with drafts in some systems, the first
+        round."""
         return Sample(self.times[0], self.lost[0] / self.times[0])
 
     def round_tokens(self) -> list[int]:
-        """Of each round after the first."""
+        """The number of tokens of each round after the first."""
         return [len(list(tokens)) for _, tokens in groupby(self.times)][1:]
 
 
 def decoding(texts: Sequence[Text]) -> Sample | None:
-    """Seconds a token, of texts decoded together, after all of them have their first; None where
-    there is none after that. A draft's prefill counts where it comes later."""
+    """Seconds per token of texts decoded together, after all of them have their first token; None
+    if there are no tokens after that. A draft's prefill is included if it happens later."""
     begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
     after = sum(time > begin for text in texts for time in text.times)
     if not after:

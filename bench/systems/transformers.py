@@ -1,7 +1,7 @@
-"""Transformers' `generate`: plain, with an assistant model, with prompt lookup.
+"""Transformers' `generate`: plain, with an assistant model, and with prompt lookup.
 
-An encoder-decoder goes by `GenerationMixin.generate` too where its class has one of its own, as
-Whisper's, which is about windows and languages.
+Encoder-decoders use `GenerationMixin.generate` even if their class overrides it, as Whisper's does
+to handle windows and languages.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import transformers
 from .protocol import Request, Setup
 from .worker import Arrivals, step_share, weights_bytes
 
-library: Any = transformers  # most of it is not annotated
+library: Any = transformers  # mostly without annotations
 
 
 class _Streamer:
-    """Hands tokens to the texts, a `put` a round; the first `put` is the prompts."""
+    """Adds tokens to the texts; each `put` is a round, and the first one is the prompts."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals, self._prompt = arrivals, True
 
     def put(self, tokens: torch.Tensor) -> None:
-        if not self._prompt:  # of several texts, each has one
+        if not self._prompt:  # with several texts, each gets one token
             rows = tokens.reshape(len(self._arrivals.texts), -1).tolist()
             self._arrivals.add(enumerate(rows))
         self._prompt = False
@@ -46,7 +46,7 @@ class TransformersWorker:
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._draft: Any = None
-        self._encoding = 0.0  # seconds in encoders
+        self._encoding = 0.0  # seconds spent in encoders
 
     def load(self) -> dict[str, Any]:
         self._target = self._read(self._setup.target)
@@ -114,13 +114,13 @@ class TransformersWorker:
             .from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
             .eval()
         )
-        model.generation_config.eos_token_id = None  # so that every text has all its tokens
+        model.generation_config.eos_token_id = None  # so that no text ends early
         if config.is_encoder_decoder:
             self._time(model.get_encoder())
         return model
 
     def _time(self, encoder: Any) -> None:
-        """Let its calls count."""
+        """Add the time of the encoder's calls to `_encoding`."""
 
         def timed(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()

@@ -1,6 +1,7 @@
-"""The process of a system. Its loop knows no system: each has a module with a `Worker`.
+"""The worker process of a system. The loop is the same for all systems, each of which has a module
+with a `Worker`.
 
-Nothing of the runtime is imported here, so that the memory of the others is theirs.
+This module does not import the runtime, so that it does not add to the memory of other systems.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ _OF_SOURCE = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_a
 
 
 class Arrivals:
-    """The texts of a request, to which tokens come. Times are since it was made."""
+    """Collects the tokens of a request's texts as they arrive. Times count from its
+    construction."""
 
     def __init__(self, count: int = 1) -> None:
         self.texts = [Text() for _ in range(count)]
         self._lost, self._begin = lost_seconds(), time.perf_counter()
 
     def add(self, tokens: Iterable[tuple[int, Sequence[int]]], *, same_round: bool = False) -> None:
-        """Tokens that have just come, by the number of their text. same_round: with those before;
-        all of them get this time."""
+        """Add tokens that have just arrived, with the numbers of their texts. same_round: they
+        belong to the same round as the previous ones; all of these then get this time."""
         now, lost = time.perf_counter() - self._begin, lost_seconds() - self._lost
         for number, some in tokens:
             text = self.texts[number]
@@ -45,59 +47,60 @@ class Arrivals:
 
 
 class Worker(Protocol):
-    """What a system's module has. What it is made of is converted when it is made, and read by
-    `load`, which is timed. It reuses no prefixes of earlier prompts.
+    """The interface of a system. The constructor converts the checkpoints; `load`, which is timed,
+    reads the converted files. A worker must not reuse prefixes of earlier prompts.
 
-    One worker has `steps` too, from `Steps` to samples by name.
+    Outrider's worker also has a method `steps`, from `Steps` to samples by name.
     """
 
     def __init__(self, setup: Setup): ...
 
     def load(self) -> dict[str, Any]:
-        """The facts of a `Peer`, those apart that `serve` adds."""
+        """Load the model; returns the facts of a `Peer`, except those that `serve` adds."""
 
     def generate(self, request: Request, arrivals: Arrivals) -> None:
-        """Every token goes through `arrivals`."""
+        """Decode the texts, and add every token to `arrivals`."""
 
 
 def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -> Path:
-    """`folder`, filled by `python -m module` from the checkpoint, unless it has been.
+    """`folder`, filled by `python -m module` from the checkpoint, unless it is up to date.
 
-    In a process of its own: what a conversion needs is no memory of the system's.
+    The conversion runs in a separate process, so that its memory does not count as the system's.
     """
 
     def convert() -> None:
         if said := run_module(module, *arguments):
-            raise RuntimeError(f"{module} cannot convert the checkpoint: it {said}")
+            raise RuntimeError(f"{module} cannot convert the checkpoint: {said}")
 
     return kept(folder, [checkpoint], convert)
 
 
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
-    """Of the files that hold a model's weights."""
+    """Total size of the files that contain a model's weights."""
     return sum(file.stat().st_size for file in folder.glob(pattern))
 
 
 def step_share(checkpoint: Path) -> float:
-    """The part of the weights that a step reads. An encoder-decoder's encoder, and what makes keys
-    and values of the source, are not in it."""
+    """The share of the weights that a step reads. It excludes an encoder-decoder's encoder and the
+    projections that compute keys and values of the source."""
     from safetensors import safe_open
 
     sizes: dict[str, int] = {}
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 sizes[name] = math.prod(file.get_slice(name).get_shape())
     read = sum(size for name, size in sizes.items() if not _OF_SOURCE.search(name))
     return read / sum(sizes.values())
 
 
 def serve(pipe: Connection, name: str, setup: Setup) -> None:
-    """The process of one system: facts first, then an answer to every request until the pipe ends.
+    """Main function of a worker process: send the facts, then answer every request until the pipe
+    is closed.
 
-    An answer may be `Unavailable`, whatever the system has failed with.
+    If the system raises any error, the answer is `Unavailable`.
     """
-    os.dup2(2, 1)  # libraries print what they like, and stdout is the suite's
+    os.dup2(2, 1)  # stdout belongs to the suite, and libraries may print
     facts: dict[str, Any] = {}
     try:
         module, kind = SYSTEMS[name].worker.split(".")
@@ -105,7 +108,7 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
         facts["before"], _ = resident()
         worker: Worker = made(setup)
         taken = sample(lambda: facts.update(worker.load()))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the system is missing with a reason
+    except Exception as error:  # noqa: BLE001 - any failure becomes the reason why it is missing
         pipe.send(_failed(error))
         return
     facts |= {"load_seconds": taken.seconds, "load_lost": taken.lost}

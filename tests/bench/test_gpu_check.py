@@ -71,7 +71,7 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
     assert found["fails"]["exit"] == 3 and found["writes"]["result"] == {"us": 5}
     assert "result" not in found["silent"]
     assert found["rests on nothing"]["reason"] == "there is no bundle"
-    assert "too few to begin" in found["too little left"]["reason"]
+    assert "too few to start" in found["too little left"]["reason"]
     log = (tmp_path / "gpu-check.log").read_text()
     assert "why" in log and "=== fine" in log
 

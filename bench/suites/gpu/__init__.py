@@ -1,1 +1,1 @@
-"""All that a GPU can tell about this project."""
+"""Everything that must be checked and measured on a GPU."""

@@ -1,11 +1,11 @@
-"""Is what a bundle says on this device what it ought to say? Checks, each by itself.
+"""Checks of a bundle's output on a device. Each check is independent of the others.
 
 Near-ties. The bundles compute in bfloat16, the reference in float32 with the same weights, and a
-verification rounds otherwise than a step. Logits between 8 and 16, the bundled target's largest,
-are 2^-4 apart in bfloat16. Of two, each may be off by two such steps: one from its own rounding,
-one from all roundings before. So where two tokens' logits differ by less than `TOLERANCE`, either
-may be the larger. (On the CPU the largest such margin of 1,280 tokens was 0.05, and 7 of them were
-near-ties at all.) At most `FRACTION` of a text's tokens may be.
+verification rounds differently from a step. Logits between 8 and 16, the bundled target's largest,
+are 2^-4 apart in bfloat16. Each of two logits may be off by two such steps: one from its own
+rounding, one from all roundings before. So if the logits of two tokens differ by less than
+`TOLERANCE`, either may be the larger. (On the CPU, 7 of 1,280 tokens were near-ties, with a largest
+margin of 0.05.) At most `FRACTION` of a text's tokens may be near-ties.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .suite import NO_GPU
 
 TOLERANCE = 4 * 2**-4  # logits
 FRACTION = 0.05
-BEYOND = 150  # tokens of a long prompt behind its first prefill call
-LOOK = 64  # most probable tokens of which the reference says how probable they are
-FAR = 99.0  # the margin of a token that is not among those
-TEXTS = 3  # of a loop, of which the first is the warm-up
-ALPHA_DIFFERS = 0.1  # of two times 450 drafts: three standard errors if no two were the same
-Tie = dict[str, Any]  # a token that is not the reference's; margin: logits by which that is ahead
+BEYOND = 150  # tokens of a long prompt after its first prefill call
+LOOK = 64  # number of most probable tokens that the reference reports
+FAR = 99.0  # the margin of a token that is not among them
+TEXTS = 3  # decoded with a loop; the first is the warm-up
+ALPHA_DIFFERS = 0.1  # with twice 450 drafts: three standard errors if all were independent
+Tie = dict[str, Any]  # token that differs from the reference's; margin: difference of their logits
 
 
 class Checks:
-    """The bundle of a folder on a device. Each method that `NAMES` names is a check and returns
-    {"passed": ...}, None where the device cannot say."""
+    """The bundle of a folder on a device. Each method in `NAMES` is a check and returns {"passed":
+    ...}, with None if the device cannot decide it."""
 
-    # Not "loop": one that does not end would take what comes after it along.
+    # Without "loop", because a loop that does not end would prevent all later checks.
     NAMES = ("texts", "acceptance", "certificates", "graphs", "long_prompt")
 
     def __init__(self, folder: Path, device: str, quick: bool):
         self.folder, self.device = folder, device
-        if device != "cpu":  # sums of parts in bfloat16 would exceed the near-ties above
+        if device != "cpu":  # partial sums in bfloat16 would exceed `TOLERANCE`
             import torch
 
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -60,8 +60,8 @@ class Checks:
         return load(self.folder / "reference", device="cpu")
 
     def texts(self) -> dict[str, Any]:
-        """Temperature 0 against the CPU in float32. With log-probabilities rounds are not launched
-        ahead, which must change no token."""
+        """Compare texts at temperature 0 with the CPU in float32. With log-probabilities, rounds
+        are not launched ahead; this must not change any token."""
         ties: list[Tie] = []
         same = True
         for prompt in self.prompts:
@@ -72,8 +72,8 @@ class Checks:
         return {**result, "passed": result["passed"] and same, "same_without_ahead": same}
 
     def acceptance(self) -> dict[str, Any]:
-        """Drafts stand as often as on the CPU. What spoils the draft's cache shows nowhere else:
-        the text is the target's all the same."""
+        """Check that drafts are accepted as often as on the CPU. This is the only check that shows
+        errors in the draft's cache, because the text is always the target's."""
         alphas = []
         for engine in (self.engine, self.reference):
             texts = [engine.generate(prompt, **self.drafted).stats for prompt in self.prompts]
@@ -83,7 +83,7 @@ class Checks:
         return {"passed": passed, "alpha": round(alphas[0], 4), "on_the_cpu": round(alphas[1], 4)}
 
     def certificates(self) -> dict[str, Any]:
-        """At temperature 0 and 1, of the token and the block rule."""
+        """Certify the output at temperature 0 and above, with the token and the block rule."""
         found = {}
         rules: dict[str, dict[str, Any]] = {
             "temperature 0": {"temperature": 0.0},
@@ -93,21 +93,24 @@ class Checks:
         for name, options in rules.items():
             whole = Options(**{**self.drafted, **options})
             told = certify(self.engine, PROMPTS[0], whole).json_object()
-            for kind in ("near_ties", "violations"):  # hundreds would fill the end of the log
+            for kind in ("near_ties", "violations"):  # hundreds would flood the end of the log
                 told[kind] = {"all": len(told[kind]), "first": told[kind][:4]}
             found[name] = told
         return {"passed": all(certificate["passed"] for certificate in found.values()), **found}
 
     def graphs(self) -> dict[str, Any]:
-        """Replayed graphs and calls launched one by one say the same, in one slot and in two."""
+        """Check that replayed graphs and calls launched one by one give the same tokens, in one
+        slot and in two."""
         return NO_GPU if self.device == "cpu" else self.agree({"graphs": True}, {"graphs": False})
 
     def loop(self) -> dict[str, Any]:
-        """Texts of one launch and of a launch a round say the same; the time of their rounds."""
+        """Check that a text launched as one loop and a text launched round by round have the same
+        tokens; and time their rounds."""
         if self.device == "cpu":
             return NO_GPU
-        # Two slots together are told and not judged: where somebody joins, leaves or has another
-        # gamma, the GPU is rounds ahead in a graph of other widths, whose products round otherwise.
+        # Differences in two slots are reported, but do not fail the check: when a request joins,
+        # leaves or has another gamma, the GPU is rounds ahead in a graph with other widths, whose
+        # matrix products round differently.
         result = self.agree({"loop": False}, {"loop": True}, same_graphs=False)
         timed = compared(
             lambda loop: load(self.folder / "bundle", device=self.device, loop=loop, verify=False),
@@ -116,8 +119,9 @@ class Checks:
         return {**timed, **result, "passed": result["passed"] and timed["passed"] is not False}
 
     def agree(self, *ways: dict[str, Any], same_graphs: bool = True) -> dict[str, Any]:
-        """Whether two ways of loading the bundle say the same. same_graphs: in rounds of the same
-        graphs; otherwise only texts that are alone count, and not their last rounds."""
+        """Check that two ways of loading the bundle give the same tokens. same_graphs: both run the
+        same graphs in each round; otherwise only texts in a single slot count, without their last
+        rounds."""
         gamma = max(self.gammas)
         options: list[dict[str, Any]] = [
             *({"gamma": g, "temperature": t, "seed": 7 + g}
@@ -147,11 +151,11 @@ class Checks:
         return {"passed": not counted, "texts": len(texts[0]), "differ": differ}
 
     def long_prompt(self) -> dict[str, Any]:
-        """A prompt of two prefill calls."""
+        """Check a prompt that needs two prefill calls."""
         chunk: int = self.engine.decoder.target.chunk  # type: ignore[attr-defined]
         length, tokens = chunk + BEYOND, min(32, self.tokens)
         if length + tokens > (most := self.engine.manifest.pair.max_len):
-            return {"passed": None, "reason": f"{length} tokens are over the bundle's {most}"}
+            return {"passed": None, "reason": f"{length} tokens exceed the bundle's {most}"}
         together = [token for prompt in self.prompts for token in prompt]
         prompt = (together * (1 + length // len(together)))[:length]
         options = {**self.drafted, "max_new_tokens": tokens}
@@ -160,7 +164,7 @@ class Checks:
 
 
 def follow(reference: TextEngine, prompt: Sequence[int], text: Sequence[int]) -> list[Tie]:
-    """Hold every token of a text against the reference's choice after what comes before it."""
+    """Compare every token of a text with the reference's choice after the preceding tokens."""
     found: list[Tie] = []
     held = 0
     while held < len(text) and len(found) <= max(4, FRACTION * len(text)):
@@ -180,7 +184,7 @@ def follow(reference: TextEngine, prompt: Sequence[int], text: Sequence[int]) ->
 
 
 def judged(ties: list[Tie], tokens: int) -> dict[str, Any]:
-    """Near-ties are allowed, few of them."""
+    """The verdict: a few near-ties are allowed."""
     worst = sorted(ties, key=lambda x: -x["margin"])
     near = sum(x["margin"] <= TOLERANCE for x in ties)
     return {
@@ -192,9 +196,9 @@ def judged(ties: list[Tie], tokens: int) -> dict[str, Any]:
 def compared(
     opened: Callable[..., TextEngine], options: dict[str, Any], prompt: Sequence[int]
 ) -> dict[str, Any]:
-    """A whole text as one launch, beside rounds that are launched ahead: the same tokens, and the
-    time. opened: takes `loop`. A driver that refuses the loop is no fault of ours, is told in one
-    line, and leaves the time of rounds that are launched ahead."""
+    """Compare a whole text as one launch with rounds that are launched ahead: tokens and time.
+    opened: loads the engine, with the argument `loop`. If the driver refuses the loop, the check
+    does not fail: the reason is reported, with the time of rounds launched ahead only."""
     result: dict[str, Any] = {}
     texts: list[list[int]] = []
     for loop, name in ((False, "launched ahead"), (True, "loop")):
@@ -213,14 +217,14 @@ def compared(
             "device_ms": round(1e3 * device / stats.rounds, 4),
         }
         del engine, text, stats
-        give_back()  # before another one takes as much
+        give_back()  # before the next engine takes as much memory
     same = len(texts) == 2 and texts[0] == texts[1]
     return {"passed": None if "refused" in result else same, **result}
 
 
 @contextmanager
 def warnings() -> Iterator[list[str]]:
-    """What the runtime warns of meanwhile."""
+    """Collect the runtime's warnings within the block."""
     found: list[str] = []
     logger, handler = logging.getLogger("outrider"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,20 +1,20 @@
-"""The pairs that a GPU is given: the bundled one, and pairs of published shapes.
+"""Pairs for measurements on a GPU: the bundled one, and constructed pairs of published shapes.
 
-Time depends on shapes, and on how often the draft is right. So the weights of the latter are
-random, but every layer's `o_proj` and `down_proj` are so small that what they add to the residual
-stream is lost when the sum becomes bfloat16: a layer costs what it costs and changes nothing. The
+Time depends only on shapes and on the acceptance rate. So constructed pairs have random weights,
+but every layer's `o_proj` and `down_proj` are so small that their contribution to the residual
+stream is lost when the sum is rounded to bfloat16: a layer has its usual cost, but no effect. The
 stream is the token's embedding, and the model a bigram model,
 
     logits(x) = H norm(E[x]).
 
-The draft, of hidden size d, has E and H of its own; the target, of hidden size k d, has k copies of
-E side by side, of which the norm is k copies of the draft's, and k copies of H / k. Their logits
-are the same numbers up to rounding. Noise of relative size `delta` on the draft's H then sets how
-often it is right, which is measured and not assumed. All is bfloat16, and the embeddings are
+The draft, of hidden size d, has its own E and H. The target, of hidden size k d, has k copies of E
+side by side, whose norm is k copies of the draft's, and k copies of H / k. Their logits are the
+same numbers up to rounding. Noise of relative size `delta` on the draft's H then determines the
+acceptance rate, which is measured, not assumed. Everything is bfloat16, and the embeddings are
 untied. k is a power of 2, so H / k is exact.
 
-Weights of that size are never written: `unwritten.py` builds bundles without them, and `fill` makes
-them where a loaded engine has them.
+Weights of that size are never written to disk: `unwritten.py` builds bundles without them, and
+`fill` computes them in the memory of a loaded engine.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ if TYPE_CHECKING:
 
     Weights = dict[str, torch.Tensor]
 
-# Standard deviation of a logit. 128,256 normal numbers of that size, as logits, give half of the
-# probability to one token, and 1.3 between the two largest.
+# Standard deviation of a logit. With 128,256 normally distributed logits of this size, one token
+# gets half of the probability, and the two largest logits differ by 1.3.
 PEAK = 6.0
-DELTA = 0.1  # accepted: 0.78 of the examined at temperature 0, 0.82 at 1, at V = 128,256
-# Standard deviation of what a layer adds. Of a number in [0.5, 1), bfloat16 rounds 2^-9 away.
+DELTA = 0.1  # accepts 0.78 of the examined tokens at temperature 0, 0.82 at 1, with V = 128,256
+# Standard deviation of a layer's contribution. In bfloat16, adding 2^-9 to a number in [0.5, 1)
+# changes nothing.
 WHISPER = 2.0**-14
 DTYPE: Dtype = "bfloat16"
-STEP = 2.0**-3  # between logits of 16 to 32 in bfloat16: the largest ones
-NEAR = 2 * STEP  # a choice that is off by no more may be another sum's rounding
-FRACTION = 0.02  # of the tokens, at most, that may be such a choice
+STEP = 2.0**-3  # spacing in bfloat16 of logits from 16 to 32, the largest ones
+NEAR = 2 * STEP  # a choice with a smaller margin may be due to a different order of summation
+FRACTION = 0.02  # largest share of tokens that may be such choices
 PROMPT = 64  # tokens
-CHUNK = 8192  # rows of H at a time, for the host's memory
+CHUNK = 8192  # rows of H at a time, to limit the host's memory
 ROPE_THETA = 500_000.0
-SOURCE = "constructed"  # what the graphs of a bundle without weights are said to be made of
+SOURCE = "constructed"  # `source` of the graphs of a bundle without weights
 
 # "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, and config.json of
 # meta-llama/Meta-Llama-3-8B and meta-llama/Llama-3.2-1B, whose embeddings are tied. The rotary base
 # is 500,000 in all of them.
 LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128_256)
 LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 128_256)
-SMALL = Shape(512, 2048, 12, 8, 2, 128_256)  # of nobody's
+SMALL = Shape(512, 2048, 12, 8, 2, 128_256)  # not a published shape
 
 
 @dataclass(frozen=True)
 class Constructed:
-    """length: of the longest text."""
+    """A constructed pair. length: maximum length of a text."""
 
     target: Shape
     draft: Shape
@@ -83,12 +84,12 @@ SHAPES = {
 
 
 def write_bundled(folder: Path) -> None:
-    """The bundled pair as folder/target and folder/draft, rounded: a float32 reference shall
-    compute with the numbers that the GPU has."""
+    """Write the bundled pair to folder/target and folder/draft, rounded to bfloat16, so that a
+    float32 reference has the same weights as the GPU."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    shutil.rmtree(folder, ignore_errors=True)  # so that no bundle of before is measured
+    shutil.rmtree(folder, ignore_errors=True)  # so that no old bundle is measured
     for source, place in ((TARGET, folder / "target"), (DRAFT, folder / "draft")):
         shutil.copytree(source, place, dirs_exist_ok=True)
         config = json.loads((source / "config.json").read_text())
@@ -99,10 +100,10 @@ def write_bundled(folder: Path) -> None:
 
 
 def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
-    """Make a pair's weights where they are. delta: size of the noise on the draft's H.
+    """Fill the weights of a pair in place. delta: size of the noise on the draft's H.
 
-    By their names in a graph, which end as a checkpoint's do: two-dimensional ones are matrices
-    [out, in], the others norms and what the graph computes by itself, which stays.
+    Names are those in a graph, which end like a checkpoint's. Two-dimensional weights are matrices
+    [out, in]; the others are norms and buffers that the graph computes, which are kept.
     """
     import torch
 
@@ -115,11 +116,11 @@ def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
         numbers = torch.empty(rows, columns, device=narrow.device)
         return numbers.normal_(0, deviation, generator=generator)
 
-    # Away from 0, next to which bfloat16 rounds nothing away.
+    # Away from 0, near which bfloat16 would keep the contributions of layers.
     embedding = random(vocab_size, width, 1.0)
     embedding = embedding.sign() * (0.5 + embedding.abs().frac())
     deviation = PEAK / width**0.5  # of H: the norm's output has `width` squares of mean 1
-    head = random(vocab_size, width, deviation).bfloat16().float()  # of which the target has copies
+    head = random(vocab_size, width, deviation).bfloat16().float()  # copied by the target
     noise = random(vocab_size, width, deviation)
     noisy = (head + delta * noise) / (1 + delta**2) ** 0.5
     for weights, last in ((target, head), (draft, noisy)):
@@ -145,9 +146,9 @@ def _named(weights: Weights, ending: str) -> torch.Tensor:
 
 
 def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict[str, Any]:
-    """Whether `said[i]` is what the bigram model of these weights says after `tokens[i]`, at
-    temperature 0: logits by NumPy in float32, rounded to bfloat16 as a model's are, and of equal
-    ones the first."""
+    """Check that `said[i]` is the output of the bigram model of these weights after `tokens[i]` at
+    temperature 0. NumPy computes the logits in float32 and rounds them to bfloat16, as a model
+    does; the first of equal logits wins."""
     rows = _named(weights, "embed_tokens.weight")[list(tokens)].float().cpu().numpy()
     rows = as_bfloat16(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
     matrix = _named(weights, "lm_head.weight")
@@ -173,23 +174,23 @@ def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict
 
 
 def as_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Rounded to it and back, halves to even."""
+    """Round to bfloat16, halves to even, and convert back to float32."""
     bits = numbers.view(np.uint32)
     kept: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
     return kept.view(np.float32)
 
 
 def open_pair(folder: Path, device: str, **options: Any) -> TextEngine:
-    """The engine of folder/bundle; of a constructed pair, with its weights. options: of `load`."""
+    """Load folder/bundle; for a constructed pair, also fill its weights. options: of `load`."""
     engine = load(folder / "bundle", device=device, verify=False, reuse=False, **options)
     if is_constructed(engine):
         fill(weights(engine, "target"), weights(engine, "draft"))
-        give_back()  # gigabytes of float32, which would count as the engine's
+        give_back()  # gigabytes of float32 that would be counted as the engine's memory
     return engine
 
 
 def give_back() -> None:
-    """The GPU's memory of engines that nobody has any more: torch would keep it to itself."""
+    """Free the GPU memory of deleted engines, which torch would keep in its cache."""
     import torch
 
     gc.collect()
@@ -201,12 +202,12 @@ def is_constructed(engine: TextEngine) -> bool:
 
 
 def weights(engine: TextEngine, role: str) -> Weights:
-    """Those that the code of a constructed pair's engine reads."""
+    """The weights that the compiled code of a constructed pair's engine reads."""
     found: Weights = getattr(engine.decoder, role).weights
     return found
 
 
 def prompts(engine: TextEngine, count: int) -> list[list[int]]:
-    """Random ones."""
+    """Random prompts."""
     rng = np.random.default_rng(0)
     return [rng.integers(1, engine.decoder.vocab_size, PROMPT).tolist() for _ in range(count)]

@@ -1,10 +1,10 @@
-"""python -m bench.suites.gpu.engines: a pair for the GPU of this machine, checked and timed.
+"""python -m bench.suites.gpu.engines: build, check and time a pair on the GPU of this machine.
 
 `checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
-`suite.bundled` makes FOLDER/bundle and FOLDER/reference; `build` writes a constructed pair's
-FOLDER/bundle by itself. `check` and `times` take these. Each prints as it goes and writes one JSON
-file. With --device cpu all of it runs without a GPU, and what only one can say is null.
-`constructed` says what the pairs are.
+`suite.bundled` makes FOLDER/bundle and FOLDER/reference; `build` writes the FOLDER/bundle of a
+constructed pair. `check` and `times` use these. Each command prints its progress and writes one
+JSON file. With --device cpu everything runs without a GPU, and results that need one are null.
+`constructed` describes the pairs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
             add("--pair", required=True, choices=list(SHAPES))
         if name not in KINDS:
             continue
-        add("--json", type=Path, metavar="FILE", help="write the report there")
-        add("--quick", action="store_true", help="a little of everything")
+        add("--json", type=Path, metavar="FILE", help="write the report to this file")
+        add("--quick", action="store_true", help="fewer and shorter texts")
         if name == "check":
             add("--only", action="append", choices=[*Checks.NAMES, "loop"])
     return made
@@ -70,14 +70,15 @@ def _main(args: argparse.Namespace) -> int:
 def sections(
     subject: Checks | Times, names: Sequence[str], path: Path | None = None
 ) -> dict[str, Any]:
-    """What the methods of these names return, and "passed": whether none of them has failed. One
-    that breaks has failed and takes no other along. path: written after each."""
+    """Run the methods with these names. Returns their results, and "passed": whether none failed. A
+    method that raises has failed, and the others still run. path: file that is written after each
+    method."""
     report: dict[str, Any] = {"device": subject.device, "passed": True}
     for name in names:
         begin = time.perf_counter()
         try:
             result: dict[str, Any] = getattr(subject, name)()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rest is worth having
+        except Exception as error:  # noqa: BLE001 - the other methods must still run
             show_origin(error, always=True)
             result = {"passed": False, "reason": first_line(error)}
         report[name] = {**result, "section_s": round(time.perf_counter() - begin, 1)}

@@ -1,8 +1,8 @@
-"""What one round is made of: its kernels, and the gaps between them.
+"""Profiles one round: its kernels, and the gaps between them.
 
-The host's share of a round (`times.py`) is the gaps between graphs alone. A step of the target
-launches hundreds of kernels inside its graph, and what lies between these the device's own clock
-counts as work. torch's profiler says when each began and ended.
+The host's share of a round (`times.py`) covers only the gaps between graphs. A step of the target
+launches hundreds of kernels inside its graph, and the device's clock counts the gaps between these
+as work. torch's profiler records when each kernel began and ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 FIRST, LAST = "outrider_begin", "outrider_commit"
-MOST = 10  # kinds of kernels that are named
-NAME = 90  # letters of a name
+MOST = 10  # kinds of kernels that are listed
+NAME = 90  # characters of a name
 
 
 class Kernel(NamedTuple):
-    """Of the device: a kernel, a copy, a fill. In microseconds."""
+    """A kernel, copy or fill on the device. Times in microseconds."""
 
     name: str
     begin: float
@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 def profiled(work: Callable[[], object]) -> list[Kernel]:
-    """What the device does meanwhile."""
+    """What the device executes during `work`."""
     import torch
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -42,8 +42,8 @@ def profiled(work: Callable[[], object]) -> list[Kernel]:
 
 
 def longest_round(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Of the rounds that are there as a whole the middle one of those with most kernels: neither a
-    first token nor plain. Empty where there is none."""
+    """Of the complete rounds with the largest number of kernels, the middle one: this is neither a
+    first token nor a plain step. Empty if there is no complete round."""
     every: list[list[Kernel]] = []
     current: list[Kernel] | None = None
     for kernel in sorted(kernels, key=lambda k: k.begin):
@@ -61,10 +61,10 @@ def longest_round(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def summed_up(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Of one round, in order. gap_share: of the time between its first and its last kernel, what
-    none of them covers."""
+    """Summary of one round, whose kernels are in order. gap_share: share of the time from its first
+    to its last kernel in which no kernel runs."""
     span = max(k.end for k in kernels) - kernels[0].begin
-    # One stream: kernels follow each other, at most overlapping a little.
+    # On one stream, kernels run one after the other, with little overlap.
     gaps = sum(max(0.0, after.begin - before.end) for before, after in pairwise(kernels))
     kinds: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:

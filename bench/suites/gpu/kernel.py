@@ -1,11 +1,11 @@
-"""python -m bench.suites.gpu.kernel: whether the sampling kernel is right on a GPU, and its time.
+"""python -m bench.suites.gpu.kernel: check and time the sampling kernel on a GPU.
 
-Rounds run inside a CUDA graph, through as many sets of logits as are larger than twice the L2
-cache, so that every round reads from memory. The floor is what must be read, at the bandwidth of a
-copy measured in the same run. What is timed is first held against the NumPy reference. Memory and
-graphs are PyTorch's.
+Rounds run inside a CUDA graph, over so many sets of logits that they exceed twice the L2 cache and
+every round reads from memory. The floor is the time to read the necessary bytes at the bandwidth of
+a copy measured in the same run. Everything is compared with the NumPy reference before it is timed.
+Memory and graphs are PyTorch's.
 
-Without an option it runs a few small rounds of every rule, for a sanitizer to watch.
+Without options, runs a few small rounds of every rule, for use under a sanitizer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from runtime.sequence import Request
 from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements
 from .suite import goal, save
 
-WHERE = "cuda"  # PyTorch's name of the memory
-REPLAYS = 5  # samples of each graph; the median counts
-PASSES = 4  # of a graph through all sets, so that its launch does not count
-WARM = 0.1  # seconds of the same work before: an idle GPU's clocks are low
+WHERE = "cuda"  # PyTorch's name for the device
+REPLAYS = 5  # samples of each graph; the median is used
+PASSES = 4  # of a graph over all sets, so that its launch does not count
+WARM = 0.1  # seconds of the same work beforehand, because an idle GPU has low clocks
 COPY_BYTES = 1 << 31
-CHECKED = 8  # slots of a round that the reference, which takes its time, looks at at most
-WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds that a sanitizer sees
-# Goals in microseconds, bfloat16: by V, gamma, B.
+CHECKED = 8  # at most, slots of a round that are compared with the reference, which is slow
+WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds for a sanitizer
+# Goals in microseconds for bfloat16, by (V, gamma, B).
 GOALS_US = {(128_256, 5, 1): 6.0, (128_256, 5, 8): 12.0, (128_256, 8, 32): 40.0}
 SIZES = list(itertools.product((32_000, 128_256, 151_936), (5, 8), (1, 8, 32)))
 
@@ -59,9 +59,10 @@ class KernelShape:
 
 
 class DeviceRound:
-    """Rounds of B slots on the GPU: `sets` of logits, each with its drafts drawn.
+    """Rounds of B slots on the GPU: `sets` sets of logits, each with drawn drafts.
 
-    Peaked rows with draft rows near them, so that some drafts stand and some fall.
+    The rows are peaked, with draft rows near the target rows, so that some drafts are accepted and
+    some rejected.
     """
 
     def __init__(self, device: Device, shape: KernelShape, params: SamplingParams, sets: int):
@@ -91,7 +92,7 @@ class DeviceRound:
         self._slots = self._bytes(slots)
         flags = flags_of(Request([0], params))
         self.sizes = KernelSizes(batch, gamma, vocab_size, vocab_size, flags, 0)
-        # A set's drafts, rows, verdicts and ratios are its own; the workspace is everyone's.
+        # Each set has its own drafts, rows, verdicts and ratios; the workspace is shared.
         self._workspace = self._bytes(np.zeros(launch.workspace_size(self.sizes), np.uint8))
         kinds = np.dtype(np.int64), kernel.ROW, kernel.VERDICT, np.dtype(np.float64)
         counts = batch * gamma, batch * gamma, batch, batch * gamma
@@ -143,12 +144,12 @@ class DeviceRound:
         return raw.reshape(self.shape.batch, self.shape.gamma)
 
     def verdicts(self, s: int = 0) -> npt.NDArray[Any]:
-        """kernel.VERDICT [B], on the host, of a verification that was launched."""
+        """kernel.VERDICT [B], on the host, of the verification that was launched last."""
         verdicts: npt.NDArray[Any] = self._own[s][2].cpu().numpy().view(kernel.VERDICT)
         return verdicts
 
     def disagreements(self, s: int = 0) -> list[int]:
-        """The slots, of the first `CHECKED`, in which the GPU is not the reference."""
+        """The slots, among the first `CHECKED`, in which the GPU differs from the reference."""
         self.launch([self.verifies[s]])
         target, draft = (x[s][:CHECKED].float().cpu().numpy() for x in (self.target, self.draft))
         round_ = Round((target, draft), self.params, context=self.context)
@@ -160,14 +161,15 @@ class DeviceRound:
         return disagreements(round_, fates[:CHECKED])
 
     def bytes_read(self) -> int:
-        """What a verification must read: all target rows, by the block rule the draft's too."""
+        """Bytes that a verification must read: all target rows; with the block rule also the
+        draft's."""
         rows = self.shape.gamma + 1 + (self.shape.gamma if self.sizes.flags & launch.BLOCK else 0)
         return self.shape.batch * rows * self.shape.row_bytes
 
     def microseconds(self, plans: Sequence[Plan]) -> dict[str, float]:
-        """Of a set's share of these plans, which are all sets': median, low, high."""
+        """Time per set of launching these plans, which cover all sets: median, low, high."""
         torch = self.torch
-        self.launch(plans)  # modules are loaded lazily: not in a capture
+        self.launch(plans)  # modules are loaded lazily, which must not happen during a capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(PASSES):
@@ -179,10 +181,10 @@ class DeviceRound:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of the best of ten large copies."""
+    """Bytes read and written per second by the fastest of ten large copies."""
     import torch
 
-    # Random: fresh memory is zeros, which may move faster than data.
+    # Random data, because zeros in fresh memory may be copied faster.
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE).random_()
     target = torch.empty_like(source)
     warm(lambda: target.copy_(source))
@@ -190,7 +192,7 @@ def copy_bandwidth() -> float:
 
 
 def warm(work: Callable[[], object]) -> None:
-    """Do it for `WARM` seconds."""
+    """Repeat `work` for `WARM` seconds."""
     import torch
 
     end = time.perf_counter() + WARM
@@ -200,10 +202,10 @@ def warm(work: Callable[[], object]) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """What the GPU takes for `work`, by its own clock."""
+    """Time of `work` by the GPU's own clock."""
     import torch
 
-    cuda: Any = torch.cuda  # its events have no annotations
+    cuda: Any = torch.cuda  # events have no annotations
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
@@ -214,18 +216,18 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> dict[str, Any]:
-    """One variant at one shape, checked and timed: microseconds of a verification and of gamma
+    """Check and time one variant at one shape; returns microseconds of a verification and of gamma
     draws."""
     import torch
 
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    # Of what the draws read, which is less than what a verification does.
+    # Based on the draws, which read less than a verification.
     drafts = shape.batch * shape.gamma * shape.row_bytes
     round_ = DeviceRound(device, shape, VARIANTS[name], max(2, -(-2 * cache // drafts)))
     wrong = round_.disagreements()
     verify, draws = round_.microseconds(round_.verifies), round_.microseconds(round_.draws)
     if bad := [s for s in range(round_.sets) if round_.verdicts(s)["status"].any()]:
-        raise RuntimeError(f"{name} {shape}: slots failed in the sets {bad}")
+        raise RuntimeError(f"{name} {shape}: slots failed in sets {bad}")
     size = round_.bytes_read()
     floor = 1e6 * size / bandwidth
     result = {
@@ -245,8 +247,8 @@ def times(
     jobs: Sequence[tuple[str, KernelShape]],
     keep: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Every variant's and shape's figures. keep: called with what there is after each, for a run
-    may be cut off. Raises OutriderError "backend"."""
+    """Measure all variants and shapes. keep: called with the report after each, because a run may
+    be cut off. Raises OutriderError("backend")."""
     import torch
 
     device, bandwidth, gpu = Device(), copy_bandwidth(), torch.cuda.get_device_properties(0)
@@ -265,7 +267,7 @@ def times(
 
 
 def one_of_each() -> None:
-    """A few small rounds of every rule."""
+    """Run a few small rounds of every rule."""
     device = Device()
     for vocab_size, batch in WATCHED:
         for dtype in ("float32", "bfloat16"):
@@ -276,7 +278,7 @@ def one_of_each() -> None:
 
 
 def jobs(quick: bool) -> list[tuple[str, KernelShape]]:
-    """Variants and shapes, the goals' first: a run may be cut off."""
+    """Variants and shapes, beginning with those that have goals, because a run may be cut off."""
     found = [("token", size) for size in GOALS_US]
     found += [(variant, (151_936, 5, 1)) for variant in VARIANTS]
     if not quick:
@@ -288,8 +290,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = CommandParser(prog="python -m bench.suites.gpu.kernel", description=__doc__)
     add = parser.add_argument
-    add("--times", type=Path, metavar="FILE", help="check, time, and write the figures there")
-    add("--quick", action="store_true", help="of --times: a few shapes instead of all")
+    add("--times", type=Path, metavar="FILE",
+        help="check and time the kernel, and write the figures to this file")  # fmt: skip
+    add("--quick", action="store_true", help="with --times: a few shapes instead of all")
 
     def command() -> int:
         args = parser.parse_args(argv)

@@ -1,23 +1,23 @@
-"""make gpu-check: everything that a GPU can tell about this project, in one call of minutes.
+"""make gpu-check: run all checks and measurements that need a GPU, within minutes.
 
-Needs no network and no environment of its own: a C++ compiler, PyTorch, Transformers,
+Needs neither a network nor a virtual environment: a C++ compiler, PyTorch, Transformers,
 cuda-bindings, the runtime's own dependencies, pytest and scipy are enough. Parts run one after the
-other, each in a process and with a limit of its own; one that fails or hangs does not take the
-others along. Where there is no GPU the parts that want one are skipped, by name and with the
-reason. Writes gpu-check.json and gpu-check.log.
+other, each in its own process and with its own time limit; a part that fails or hangs does not stop
+the others. Without a GPU, the parts that need one are skipped and listed with the reason. Writes
+gpu-check.json and gpu-check.log.
 
-Three calls of less than ten minutes do all of it, what matters most first; `make gpu-check DRY=1`
-prints what each would do:
+Three calls of less than ten minutes each run everything, the most important parts first.
+`make gpu-check DRY=1` prints what each would do:
 
     make gpu-check CALL=1    # smoke, the kernel's goals, times of a small pair
     make gpu-check CALL=2    # times of a large pair, and of the kernel in every shape
     make gpu-check CALL=3    # checks, tests, sanitizer
 
-The first two bring every goal's figure, in a quarter of an hour on one machine, which keeps what
-the first has compiled.
+The first two measure the figures of all goals, in a quarter of an hour if they run on the same
+machine, which keeps what the first has compiled.
 
-GPU_OUT=<folder> says where the figures go. gpu-check.json names the card, which should be the same
-in all calls.
+GPU_OUT=<folder> sets the output folder. gpu-check.json names the card, which should be the same in
+all calls.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ KERNEL_TESTS = (
 PYTHON = [sys.executable, "-m"]
 KERNEL = [*PYTHON, "bench.suites.gpu.kernel"]
 ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
-# Of our kernels alone: instrumenting torch's takes minutes. API errors are raised where they arise,
-# and cuda-bindings asks the driver for functions that it may lack, which would count as errors.
+# Only Outrider's kernels, because instrumenting torch's takes minutes. API errors are raised where
+# they occur anyway; reporting them would also count cuda-bindings' queries for driver functions
+# that may be missing.
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
              "--kernel-name", "kns=outrider_"]  # fmt: skip
-# All that a failure can tell: nobody can ask the machine again.
+# As much information on failures as possible, because the machine may not be available again.
 TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
-NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # of what it alone can say
-KILL_SECONDS = 10  # for a process that was ended; the driver may hold one whose kernel does not end
+NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # result of checks that need one
+KILL_SECONDS = 10  # to wait for a killed process; the driver may hold it while a kernel runs
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. seconds: its limit; usual: what it is expected to take. call: the number of the
-    call of ten minutes that it belongs to; 0 for what each needs. reads: the JSON file that it
-    writes. needs: what another part makes. least: it is not begun with fewer seconds left."""
+    """One command. seconds: its time limit. usual: its expected time. call: the number of the
+    ten-minute call that it belongs to; 0 if every call needs it. reads: the JSON file that it
+    writes. needs: a file that another part makes. least: seconds that must be left to start it."""
 
     name: str
     command: Sequence[object]
@@ -79,17 +80,18 @@ class Part:
 
 
 def parts(out: Path, architecture: str) -> list[Part]:
-    """In the order of their worth: what is cut off at the end is what can be missed best."""
-    only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
+    """All parts in order of importance, because the end may be cut off."""
+    only = ["--arch", architecture] if architecture else []  # without a GPU, compile for all
     quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
     first = [
-        # The first to read torch's gigabytes from a disk that nobody has read yet.
+        # The first part also reads torch's gigabytes from a cold disk.
         Part("smoke", KERNEL, 90, usual=25),
         Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick, usual=40),
         *timed("1b+small", workplace(4), (220, 200), (80, 130)),
     ]
     second = [
-        # A hole is read as zeros, by compilers and by who loads it: in memory it takes its size.
+        # Holes in the weights file read as zeros when it is compiled or loaded, so in memory they
+        # take their full size.
         *timed("8b+1b", workplace(20), (240, 270), (130, 190), least=240),
         Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
     ]
@@ -116,10 +118,10 @@ def timed(
     pair: str, place: Path, limits: Sequence[float], usual: Sequence[float], *,
     device: str = "cuda", least: float = 60,
 ) -> list[Part]:  # fmt: skip
-    """A constructed pair, built without its weights, and its times.
+    """Parts that build a constructed pair without its weights, time it, and remove it.
 
-    place: where its folder and report go, which gpu-check.json repeats. limits, usual: seconds of
-    the build and of the times, after which what is large goes.
+    place: folder for the pair and its report, which is also copied into gpu-check.json. limits,
+    usual: seconds for the build and for the times.
     """
     folder, report = place / pair, place / f"{pair}-times.json"
     on = ["--device", device]
@@ -133,7 +135,7 @@ def timed(
 
 
 def bundled(place: Path, *, device: str = "cuda") -> list[Part]:
-    """The bundled pair, built as `make engines` builds it, and its checks against ONNX Runtime on
+    """Parts that build the bundled pair as `make engines` does, and compare it with ONNX Runtime on
     the CPU in float32. place: see `timed`."""
     folder = place / "bundled"
     target, graphs, reference = folder / "target", folder / "graphs", folder / "reference-graphs"
@@ -161,11 +163,11 @@ def bundled(place: Path, *, device: str = "cuda") -> list[Part]:
 
 
 def workplace(gib: float) -> Path:
-    """Where bundles go: not into the report's folder, which is copied. To memory where files of
-    that size leave most of it free, for a disk may write no faster than 0.2 GB/s."""
+    """The folder for bundles. It is not the report's folder, which is copied. It is in memory if
+    files of that size leave most of it free, because a disk may write only 0.2 GB/s."""
     memory = Path("/dev/shm")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Code is compiled there, and loaded.
+    # Compiled code is loaded from there.
     usable = memory.is_dir() and not os.statvfs(memory).f_flag & os.ST_NOEXEC
     if usable and min(shutil.disk_usage(memory).free, free / 2) > gib * 2**30:
         return memory / "outrider-gpu-check"
@@ -173,7 +175,8 @@ def workplace(gib: float) -> Path:
 
 
 def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
-    """Its outcome: {"status": "ok" | "failed" | "timed out" | "skipped", ...}. limit: seconds."""
+    """Run a part with a limit in seconds. Returns its outcome, {"status": "ok" | "failed" | "timed
+    out" | "skipped", ...}."""
     command = [str(word) for word in part.command]
     if not shutil.which(command[0]):
         return {"status": "skipped", "reason": f"{command[0]} is not installed"}
@@ -184,7 +187,7 @@ def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
     begin = time.perf_counter()
     if part.reads:
         part.reads.unlink(missing_ok=True)
-    # A session of its own, so that a limit ends what it started too.
+    # In its own session, so that its child processes are killed with it.
     process = subprocess.Popen(
         command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
         env={**os.environ, **TALKATIVE}, start_new_session=True,
@@ -216,8 +219,8 @@ def check(
     chosen: Callable[[Path, str], list[Part]] = parts,
     call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """The report, and whether nothing failed. seconds: for all parts together. call: the parts of
-    that call alone, after those that need no GPU, on which they rest."""
+    """Run the parts; returns the report, and whether nothing failed. seconds: limit for all parts
+    together. call: run only the parts of this call, and those that every call needs."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
@@ -232,7 +235,7 @@ def check(
             left = deadline - time.perf_counter()
             reason = no_gpu if part.gpu else None
             if reason is None and left < part.least:
-                reason = f"{left:.0f} of the {seconds:.0f} s are left, too few to begin"
+                reason = f"only {left:.0f} of {seconds:.0f} s are left, too few to start"
             if reason is None:
                 outcome = run_part(part, min(part.seconds, left), log)
             else:
@@ -248,29 +251,29 @@ def check(
 
 
 def planned(out: Path) -> list[str]:
-    """What each call would do, in lines: its parts, what they usually take, and their limits."""
+    """A description of each call as lines: its parts, their usual times and their limits."""
     lines = []
     every = parts(out, "sm_90")
     for call in (1, 2, 3):
         chosen = [part for part in every if part.call in (0, call)]
         usual = sum(part.usual for part in chosen)
         lines += [
-            f"call {call}: about {usual:.0f} s; brings gpu-check.json and gpu-check.log,",
-            "  written after each part, so that a limit takes no more than the part it hits",
+            f"call {call}: about {usual:.0f} s; writes gpu-check.json and gpu-check.log",
+            "  after each part, so that a time limit loses only the part that it interrupts",
         ]
         for part in chosen:
             writes = f", {part.reads.name}" if part.reads else ""
-            least = f", begun with {part.least:.0f} s left" if part.least > 5 else ""
+            least = f", needs {part.least:.0f} s left to start" if part.least > 5 else ""
             name, limit = part.name, part.seconds
             lines.append(f"  {name:<28} {part.usual:4.0f} s, at most {limit:.0f}{least}{writes}")
     return lines
 
 
 def find_gpu() -> tuple[str, str | None]:
-    """(architecture such as sm_90, None), or ("", why there is no GPU in one line).
+    """(architecture such as sm_90, None), or ("", the reason why there is no GPU).
 
-    By the driver alone: what else is missing on a machine with a GPU is a failure, not a reason to
-    skip.
+    Only the driver decides. If anything else is missing on a machine with a GPU, that is a failure
+    and not a reason to skip parts.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -278,7 +281,7 @@ def find_gpu() -> tuple[str, str | None]:
         return "", "there is no CUDA driver"
     device, value = ctypes.c_int(), ctypes.c_int()
     if status := driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return "", f"there is no GPU: the driver says {status}"
+        return "", f"there is no GPU: the driver returned {status}"
     architecture = "sm_"
     for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
@@ -291,7 +294,7 @@ CARD = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", 
 
 
 def card() -> dict[str, str] | None:
-    """What figures are of: calls may get different cards, and their clocks move."""
+    """Properties of the card, because calls may run on different cards, and clocks change."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -304,13 +307,13 @@ def card() -> dict[str, str] | None:
 
 
 def goal(value: float, limit: float, *, at_least: bool = False) -> dict[str, Any]:
-    """What a GPU is to reach: a figure that should be at most, or at least, `limit`."""
+    """A goal for the GPU: a value that should be at most, or at least, `limit`."""
     met = value >= limit if at_least else value <= limit
     return {"value": round(value, 4), "limit": limit, "met": met}
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
-    """In one step: what breaks later does not lose what is there."""
+    """Write the report atomically, so that later failures do not lose it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
         new.write_text(json.dumps(report, indent=1) + "\n")
@@ -321,10 +324,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m bench gpu", description=__doc__)
     add = parser.add_argument
     place = CHECKOUT / "build" / "gpu-check"
-    add("--out", type=Path, default=place, metavar="DIR", help="default build/gpu-check")
-    add("--seconds", type=float, default=540, help="for all parts; default 540")
-    add("--call", type=int, choices=(1, 2, 3), help="only the parts of this call")
-    add("--dry", action="store_true", help="print what each call would do, and do nothing")
+    add("--out", type=Path, default=place, metavar="DIR",
+        help="output folder (default: build/gpu-check)")  # fmt: skip
+    add("--seconds", type=float, default=540,
+        help="time limit for all parts together (default: 540)")  # fmt: skip
+    add("--call", type=int, choices=(1, 2, 3), help="run only the parts of this call")
+    add("--dry", action="store_true", help="print what each call would do, and exit")
 
     def command() -> int:
         arguments = parser.parse_args(argv)

@@ -1,10 +1,11 @@
-"""What a pair of engines brings on a GPU: ratios of one run beside what physics and theory allow.
+"""Times of a pair of engines on a GPU: ratios from one run, compared with memory bandwidth and
+theory.
 
-Of a round: its wall time, and from the device's own clock the time of drafts and verification. What
-the two do not share is the host's: gaps in which the GPU waits. A round has to read the draft's
-weights gamma times, the target's once and the rows that the caches have; a copy measured in the
-same run says how fast memory is. What the device's clock counts as work has gaps too, between the
-kernels of a graph: one round through a profiler tells these.
+A round is measured by its wall time and, with the device's own clock, the times of drafts and
+verification. The difference is the host's share: gaps in which the GPU waits. A round must read the
+draft's weights gamma times, the target's once, and the rows in the caches; the memory bandwidth is
+that of a copy measured in the same run. The device's clock also counts gaps between the kernels of
+a graph as work: these are measured by profiling one round.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ SLOTS = 4
 
 
 class Times:
-    """One run on a pair. Each method that `NAMES` names is a section and returns its figures."""
+    """One run on a pair. Each method in `NAMES` is a section and returns its figures."""
 
-    # What matters most first: a limit takes the rest.
+    # The most important first, because a time limit may cut off the rest.
     NAMES = (
         "copy", "rounds", "bigram", "transformers", "without_graphs", "memory", "slots", "profile",
-        "transformers_static",  # last: it compiles, and nobody knows for how long
+        "transformers_static",  # last, because its compilation may take long
     )  # fmt: skip
 
     def __init__(self, folder: Path, device: str, quick: bool):
@@ -94,7 +95,7 @@ class Times:
         return {"bytes_per_second": round(self.bandwidth)}
 
     def rounds(self) -> dict[str, Any]:
-        """Rounds of each gamma, and their speed over plain decoding's beside the theory."""
+        """Rounds of each gamma, and their speedup over plain decoding compared with the theory."""
         rows = self._sweep(self.engine, 0.0, (0, *self.gammas))
         rows |= self._sweep(self.engine, 1.0, (0, self.middle))
         if not self.gpu:
@@ -107,13 +108,14 @@ class Times:
         return found
 
     def _graph_nodes(self) -> dict[str, int]:
-        """Kernels and copies of a round of one slot: as many launches without a graph."""
+        """Number of kernels and copies in a round of one slot; without a graph, each is a
+        launch."""
         rounds: Any = self.engine.decoder.rounds
         return {f"gamma {shape.gamma}": nodes for shape, nodes in rounds.graph_nodes().items()}
 
     def bigram(self) -> dict[str, Any]:
-        """Texts at temperature 0 against what these weights say by NumPy: of every gamma, alone and
-        of all slots at once."""
+        """Compare texts at temperature 0 with the output of these weights computed by NumPy, for
+        every gamma, in a single slot and in all slots at once."""
         if not is_constructed(self.engine):
             return {"passed": None, "reason": "the pair is not constructed"}
         texts = []
@@ -138,7 +140,7 @@ class Times:
         return found
 
     def profile(self) -> dict[str, Any]:
-        """One round of the usual gamma, and one plain one, from inside."""
+        """Profile one round of the usual gamma, and one plain round."""
         if not self.gpu:
             return NO_GPU
         result = {}
@@ -153,7 +155,7 @@ class Times:
     def _sweep(
         self, engine: TextEngine, temperature: float, gammas: Sequence[int]
     ) -> dict[str, Any]:
-        """Texts with each gamma, 0 first, in turn. In the first of each graphs are captured."""
+        """Decode texts with each gamma in turn, 0 first. The first text of each captures graphs."""
         ways = {g: Way(engine, {"gamma": g, "temperature": temperature}) for g in gammas}
         tokens = min(self.tokens, self.room)
         texts = [
@@ -168,7 +170,7 @@ class Times:
             ratio, rounds = gain(texts, gamma, 0), row["rounds"]
             row |= {
                 "ratio": ratio.json_object(),
-                # A text that ends leaves a round that was launched ahead, which no clock counts.
+                # When a text ends, a round that was launched ahead remains, which is not timed.
                 "ratio_with_rounds_left": round(
                     ratio.median * rounds / (rounds + self.gpu * len(texts)), 4
                 ),
@@ -197,7 +199,7 @@ class Times:
         return row
 
     def slots(self) -> dict[str, Any]:
-        """All slots at once: tokens a second of all texts, and the host's share of a round."""
+        """All slots at once: tokens per second over all texts, and the host's share of a round."""
         result = {}
         for gamma in (0, self.middle):
             options = Options(**self._options(gamma, self.tokens))
@@ -205,7 +207,7 @@ class Times:
                 begin = time.perf_counter()
                 texts = dict(self.engine.batch((p, options) for p in self.prompts[:SLOTS]))
                 seconds = time.perf_counter() - begin
-            first = texts[0].stats  # while it ran, the others mostly did too
+            first = texts[0].stats  # the others ran during most of its time
             device = first.time_draft + first.time_verify
             tokens = sum(len(text.tokens) for text in texts.values())
             result[f"gamma {gamma}"] = {
@@ -216,16 +218,16 @@ class Times:
         return result
 
     def memory(self) -> dict[str, Any]:
-        """Bytes of the GPU that are gone since before `load`, against the plan. torch says what it
-        has taken beyond the weights: cuBLAS's workspaces, activations, the pool of the graphs.
-        What is left are modules and CUDA graphs."""
+        """GPU memory used since before `load`, compared with the plan. torch reports what it has
+        reserved beyond the weights: cuBLAS workspaces, activations, the pool of the graphs. The
+        rest are modules and CUDA graphs."""
         plan, planned = self.engine.memory, sum(self.engine.memory.values())
         found = {"load_s": self.load_s, "plan": plan, "planned": planned}
         if not self.gpu:
             return found | NO_GPU
         import torch
 
-        give_back()  # what the peers have left
+        give_back()  # memory that the peers have left
         before, loaded = self._free
         used = before - self._free_bytes()
         beyond = max(0, torch.cuda.memory_reserved() - plan["target"] - plan.get("draft", 0))
@@ -237,8 +239,8 @@ class Times:
         }  # fmt: skip
 
     def transformers(self) -> dict[str, Any]:
-        """`generate` on the same device, plain and assisted, as it sets both up: called kernel by
-        kernel, with a cache that grows. And whole calls of ours."""
+        """Compare with Transformers' `generate` on the same device, plain and assisted, with its
+        defaults: kernel by kernel, with a growing cache."""
         return self._beside(
             {
                 "transformers": {},
@@ -247,11 +249,12 @@ class Times:
         )
 
     def transformers_static(self) -> dict[str, Any]:
-        """`generate` with a static cache, which it compiles on a GPU."""
+        """Compare with `generate` with a static cache, which it compiles on a GPU."""
         return self._beside({"transformers, static cache": {"cache_implementation": "static"}})
 
     def _beside(self, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """peers: by name options of the target's `generate`."""
+        """Compare whole calls of Outrider and of Transformers. peers: options of the target's
+        `generate`, by name."""
         target = self._peer("target")
         tokens, prompt = min(self.peer_tokens, self.room), self.prompts[1]
 
@@ -281,7 +284,7 @@ class Times:
 
 
 def generated(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    """By Transformers' own `generate`. options: of it."""
+    """Generate with Transformers' own `generate` and its options."""
     import torch
 
     ids = torch.tensor([prompt], device=model.device)
@@ -290,12 +293,13 @@ def generated(model: Any, prompt: list[int], tokens: int, **options: Any) -> lis
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
             min_new_tokens=tokens, **options,
         )  # fmt: skip
-    answer: list[int] = text[0, len(prompt) :].tolist()  # which waits for the device
+    answer: list[int] = text[0, len(prompt) :].tolist()  # waits for the device
     return answer
 
 
 def weight_bytes(checkpoint: Path, size: int) -> int:
-    """What a step reads of `size` bytes of weights: of an untied embedding one row a token."""
+    """Bytes that a step reads of `size` bytes of weights: of an untied embedding, it reads only one
+    row per token."""
     config = json.loads((checkpoint / "config.json").read_text())
     tied = config.get("tie_word_embeddings", False)
     return size - (0 if tied else 2 * int(config["vocab_size"]) * int(config["hidden_size"]))
@@ -304,8 +308,8 @@ def weight_bytes(checkpoint: Path, size: int) -> int:
 def transformers_model(
     checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None
 ) -> Any:
-    """A model of Transformers on a device. own: the weights of a constructed pair's engine, by
-    their names in its graph, which the model then shares; None for the checkpoint's."""
+    """Load a Transformers model on a device. own: weights of a constructed pair's engine, by their
+    names in its graph, which the model then shares; None to load the checkpoint's."""
     import torch
     import transformers
 
@@ -322,9 +326,9 @@ def transformers_model(
         named = {name.partition("decoder.model.")[2]: weight for name, weight in own.items()}
         given = {name: named[name] for name in model.state_dict()}
         model.load_state_dict(given, assign=True)
-        # What is computed and not loaded.
+        # Its buffers are computed, not loaded.
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    model.generation_config.eos_token_id = None  # so that every text has all its tokens
+    model.generation_config.eos_token_id = None  # so that no text ends early
     return model.eval()
 
 

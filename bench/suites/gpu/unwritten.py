@@ -1,9 +1,9 @@
-"""Bundles of constructed pairs whose weights nobody has written.
+"""Bundles of constructed pairs without written weights.
 
-The weights file has the places of all tensors and the few that are no weights; the rest is a hole,
-which takes no room and reads as zeros, until `constructed.fill` makes the weights in the engine's
-memory. So an 8B pair takes the time of its compilers: nothing is hashed, and no logits compared.
-The target and the draft are compiled side by side.
+The weights file has the layout of all tensors, and contains the few that are not weights. The rest
+is a hole, which takes no disk space and reads as zeros, until `constructed.fill` computes the
+weights in the engine's memory. So building an 8B pair takes only the time of its compilers: nothing
+is hashed, and no logits are compared. Target and draft are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from ...core.pair.grow import name_tokens
 from .constructed import DTYPE, ROPE_THETA, SHAPES, SOURCE
 
 MAX_GAMMA = 8
-NO_DIGEST = "0" * 64  # of a file that nobody hashes
+NO_DIGEST = "0" * 64  # for files that are not hashed
 
 
 def build(name: str, folder: Path, device: str = "cuda") -> None:
-    """Write folder/bundle, which `load` opens with verify=False, and each model's configuration in
-    folder/target and folder/draft. name: of `SHAPES`. Raises OutriderError "backend"."""
+    """Write folder/bundle, which `load` opens with verify=False, and each model's configuration to
+    folder/target and folder/draft. name: key of `SHAPES`. Raises OutriderError("backend")."""
     from engines import aotinductor
 
-    shutil.rmtree(folder, ignore_errors=True)  # so that no bundle of before is measured
+    shutil.rmtree(folder, ignore_errors=True)  # so that no old bundle is measured
     pair, bundle = SHAPES[name], folder / "bundle"
     capacity = slot_rows(pair.length, MAX_GAMMA)
     make = partial(_make, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
-    # Not forked: the parent's threads and, where there is a GPU, its driver stay out of it.
+    # Spawned instead of forked, so that the parent's threads and GPU driver are not inherited.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         roles = "target", "draft"
         made = dict(zip(roles, pool.map(make, roles, map(pair.shape, roles)), strict=True))
@@ -87,14 +87,14 @@ def _make(
         plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
         return facts, aotinductor.compile(role, place, place, facts, plan[role])
     except OutriderError as error:
-        show_origin(error)  # which does not cross to the parent
+        show_origin(error)  # the traceback is not sent to the parent
         raise
 
 
 def write_graph(
     shape: Shape, length: int, capacity: int, folder: Path, source: str, config_folder: Path
 ) -> GraphFacts:
-    """The graph in torch's format, with a hole for each weight. capacity: rows of a slot."""
+    """Write the graph in torch's format, with a hole for each weight. capacity: rows of a slot."""
     import torch
 
     from export import program
@@ -125,7 +125,7 @@ def write_graph(
 
 @contextmanager
 def _unfilled(shape: Shape, length: int) -> Iterator[Any]:
-    """A model of that shape whose weights nobody has touched, so that they take no memory."""
+    """A model of that shape with uninitialised weights, which take no memory until touched."""
     import torch
     import transformers
 
@@ -138,14 +138,14 @@ def _unfilled(shape: Shape, length: int) -> Iterator[Any]:
             config_of(shape, length), dtype=getattr(torch, DTYPE)
         )
     model.to_empty(device="cpu")
-    # What is computed and not loaded.
+    # Its buffers are computed, not loaded.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     model.config._attn_implementation = NAME
     yield model.train(False).requires_grad_(False)
 
 
 def config_of(shape: Shape, length: int) -> Any:
-    """The LlamaConfig."""
+    """The LlamaConfig of a shape."""
     import transformers
 
     library: Any = transformers
@@ -157,7 +157,7 @@ def config_of(shape: Shape, length: int) -> Any:
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> TokenizerFacts:
-    """The bundled one's, with a name for every id."""
+    """Write the bundled pair's tokenizer, with a name for every id; returns its facts."""
     folder.mkdir(parents=True)
     path = folder / TOKENIZER_FILE
     shutil.copyfile(TARGET / TOKENIZER_FILE, path)
