@@ -1,7 +1,7 @@
-"""Many requests in a few slots: each joins when a slot is free, and results come as they finish.
-They are read one by one, so a generator without an end will do as well.
+"""Decode many requests in a few slots: each starts when a slot is free, and results arrive as they
+finish. Requests are read one by one, so an endless generator works too.
 
-python examples/batch.py build/demo
+    python examples/batch.py build/demo
 """
 
 from __future__ import annotations

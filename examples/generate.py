@@ -1,8 +1,8 @@
-"""One text, and what it cost.
+"""Generate one text, and print its statistics.
 
     python examples/generate.py build/demo "import os"
 
-Without a prompt it takes one of its own.
+The prompt is optional.
 """
 
 from __future__ import annotations

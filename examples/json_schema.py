@@ -1,10 +1,11 @@
-"""An answer that is JSON of a schema, drafted and verified like any other text.
+"""Generate JSON that follows a schema, drafted and verified like any other text.
 
     pip install llguidance
     python examples/json_schema.py build/demo
 
-A grammar says which tokens may come next. A logits processor forbids all others, to target and
-draft alike, so what comes out is the target's own choice among what the schema allows.
+A grammar determines which tokens may come next. A logits processor forbids all others, for target
+and draft, so the output has the target's distribution restricted to the tokens that the schema
+allows.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SCHEMA = {
 
 
 class Grammar:
-    """The processor of one request. It is asked about texts with drafts that may not stand, so it
-    goes back to where a text parts from the last one."""
+    """The logits processor of one request. It is also called for texts that end in draft tokens,
+    which may be rejected later, so it goes back to the point where a text differs from the last."""
 
     def __init__(self, tokens: llguidance.LLTokenizer, grammar: str):
         self._matcher = llguidance.LLMatcher(tokens, grammar)
@@ -44,7 +45,7 @@ class Grammar:
         while same < min(len(self._read), len(output)) and self._read[same] == output[same]:
             same += 1
         self._matcher.rollback(len(self._read) - same)
-        # Behind a draft that is forbidden it stays: what is said of the rest is not used.
+        # Stop at a forbidden draft token: the masks for later positions are not used.
         same += self._matcher.try_consume_tokens(output[same:])
         self._read = output[:same]
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     plain = engine.generate(prompt, processors=[Grammar(tokens, grammar)], gamma=0, **options)
     print(result.text)
     print(f"{result.stats.accepted} of {result.stats.drafted} drafted tokens were accepted")
-    print("the same text as without:", result.token_ids == plain.token_ids)
+    print("same text as without drafts:", result.token_ids == plain.token_ids)
 
 
 if __name__ == "__main__":

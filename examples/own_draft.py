@@ -1,9 +1,10 @@
-"""A draft of your own: it completes the phrases that an application says again and again.
+"""A custom draft: it completes phrases that an application generates again and again.
 
     python examples/own_draft.py build/demo
 
-Where the text ends with the beginning of a phrase, the rest of the phrase is proposed. The target
-still decides about every token: a phrase that does not fit costs time, and never changes the text.
+If the text ends with the beginning of a phrase, the draft proposes the rest of the phrase. The
+target still verifies every token: a phrase that does not fit costs time, but never changes the
+text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PHRASES = [
 class Phrases(outrider.GuessedDraft):
     help = "the rest of a known phrase"
     known: Sequence[list[int]] = ()  # token ids
-    least = 2  # tokens by which a phrase is recognised
+    least = 2  # tokens that must match to recognise a phrase
 
     def guess(self, sequence: Any, drafts: Sequence[int], count: int) -> list[int]:
         text = [*sequence.slot.tokens, *drafts]
@@ -43,8 +44,8 @@ def main(argv: Sequence[str]) -> None:
     result = engine.generate(prompt, draft="phrases", max_new_tokens=32)
     plain = engine.generate(prompt, gamma=0, max_new_tokens=32)
     print(result.text)
-    print(f"{result.stats.accepted} of {result.stats.drafted} tokens of phrases were accepted")
-    print("the same text as without:", result.token_ids == plain.token_ids)
+    print(f"{result.stats.accepted} of {result.stats.drafted} drafted tokens were accepted")
+    print("same text as without drafts:", result.token_ids == plain.token_ids)
 
 
 if __name__ == "__main__":

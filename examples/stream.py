@@ -1,4 +1,4 @@
-"""A text as it comes, round by round; the tokens that the draft proposed in brackets.
+"""Print a text as it is generated, round by round, with accepted draft tokens in brackets.
 
 python examples/stream.py build/demo "import os"
 """
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
             for text, origin in event.pieces:
                 print(f"[{text}]" if origin == "accepted" else text, end="", flush=True)
             if "\n\n" in stream.text:
-                break  # at the end of the `with` block the slot is free
+                break  # leaving the `with` block frees the slot
     print()
 
 

@@ -1,4 +1,4 @@
-"""Outrider in Triton's Python backend; ../config.pbtxt has what goes in and comes out."""
+"""Outrider as a model for Triton's Python backend; ../config.pbtxt defines inputs and outputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CODES = {
 
 
 class TritonPythonModel:
-    """A thread for each request. The engine has them wait for its slots in order, and refuses one
-    where as many wait as config.pbtxt allows."""
+    """Runs one thread per request. Requests wait in order until the engine has a free slot; if as
+    many are waiting as config.pbtxt allows, the engine refuses the next one."""
 
     def initialize(self, args: dict[str, str]) -> None:
         given = json.loads(args["model_config"])["parameters"]
@@ -41,19 +41,19 @@ class TritonPythonModel:
             thread.start()
 
     def finalize(self) -> None:
-        """Texts that are under way end with an error."""
+        """Close the engine; running requests end with an error."""
         self.engine.close()
         for thread in self.running:
             thread.join()
 
     def answer(self, request: Any, sender: Any) -> None:
-        """Every request ends with the final flag, whatever becomes of it."""
+        """Answer a request. The final flag is always sent, even after an error."""
         try:
             self.say(request, sender)
         except outrider.OutriderError as error:
             code = CODES.get(error.kind, pb_utils.TritonError.INTERNAL)
             self.fail(sender, pb_utils.TritonError(str(error), code))
-        except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
+        except Exception as error:  # noqa: BLE001 - nothing else would report a thread's error
             self.fail(sender, pb_utils.TritonError(repr(error)))
         finally:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -64,7 +64,9 @@ class TritonPythonModel:
             for event in events:
                 if sender.is_cancelled():
                     cancelled = pb_utils.TritonError.CANCELLED
-                    self.fail(sender, pb_utils.TritonError("the client cancelled it", cancelled))
+                    self.fail(
+                        sender, pb_utils.TritonError("the client cancelled the request", cancelled)
+                    )
                     return
                 said = event if streamed else event.result
                 if said is not None:
@@ -77,7 +79,7 @@ class TritonPythonModel:
             prompt = _input(request, "text_input", b"").decode()
             given = json.loads(_input(request, "sampling_parameters", b"{}"))
             return self.engine.stream(prompt, outrider.Options().updated(given))
-        except (TypeError, ValueError) as error:  # no JSON object
+        except (TypeError, ValueError) as error:  # not a JSON object
             raise outrider.OutriderError("option", str(error), "See outrider.Options") from None
 
     def fail(self, sender: Any, error: Any) -> None:
