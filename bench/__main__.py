@@ -12,7 +12,7 @@ SUITES = {
     "growth": ("suites.growth", "how time and memory grow with prompt, batch and model size"),
     "drafts": ("suites.drafts", "acceptance and speedup of each kind of draft on a bundle"),
     "policies": ("suites.policies.suite", "speed of the policies that choose gamma per round"),
-    "kernel": ("suites.kernel.suite", "time and correctness of the sampling kernel"),
+    "kernel": ("suites.kernel.suite", "the sampling kernel, with the analyses of its paper"),
     "report": ("report.page", "an HTML page about the speedup of speculation on a bundle"),
     "quality": ("suites.quality", "quality loss from quantisation, Outrider's and llama.cpp's"),
     "embed": ("suites.embed", "the same request in a C++ program and in a Python program"),

@@ -109,8 +109,11 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         found: dict[str, list[list[float]]] = {name: [] for name in ways}
         texts = {name: run(command)[0] for name, command in ways.items()}  # also caches the files
         if texts["C++"] != texts["Python"]:
-            cause = "the C++ and the Python program generated different tokens"
-            raise OutriderError("certificate", cause, "Please report this.")
+            raise OutriderError(
+                "certificate",
+                "the C++ and the Python program generated different tokens",
+                "Please report this.",
+            )
         for turn in range(turns):
             clock.note(f"turn {turn + 1} of {turns}")
             for name in order(list(ways), turn):
@@ -131,8 +134,10 @@ def tables(results: Results) -> list[Table]:
         for what in NAMES
     ]
     title = f"The same request in C++ and Python: {results['bundle']}"
-    tokens = f"both generate the same {results['tokens']} tokens"
-    notes = [f"Medians of {results['turns']} processes each; {tokens}."]
+    notes = [
+        f"Medians of {results['turns']} processes each; both generate the same "
+        f"{results['tokens']} tokens."
+    ]
     head = ["ms", "C++", "Python", "ratio"]
     return [Table(title, head, rows, notes, name=f"embed-{results['bundle']}")]
 

@@ -1,9 +1,10 @@
 """Pairs for benchmarks: checkpoints with the costs of real models, and bundles of them.
 
-A small trained pair does not have the costs of real models, and with random weights no draft token
-would be accepted. So the bundled target is grown to a real model's shape without changing its
-output (`grow`), and a draft is made that agrees with it at about the requested rate (`blur`). There
-is no trained encoder-decoder at hand, so those have random weights and a known output (`seq2seq`).
+A small trained pair does not have the costs of real models, and random weights do not give a
+realistic acceptance rate. So the bundled target is grown to a real model's shape without changing
+its output (`grow`), and a draft is made that agrees with it at about the requested rate (`blur`).
+There is no trained encoder-decoder at hand, so those have random weights and a known output
+(`seq2seq`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> None:
         torch.manual_seed(0)
         width, tokens = shape.draft["d_model"], shape.common["vocab_size"]
         embedding = torch.randn(tokens, width)
-        embedding -= embedding.mean(1, keepdim=True)  # no effect of norms that subtract the mean
+        embedding -= embedding.mean(1, keepdim=True)  # some norms subtract the mean: make it 0
         embedding[END] = 0
         clean, noise = torch.eye(width).roll(1, 0), torch.randn(width, width) / width**0.5
         ids = torch.randint(1, tokens, (PREDICTIONS,))

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         if name not in KINDS:
             continue
         add("--json", type=Path, metavar="FILE", help="write the report to this file")
-        add("--quick", action="store_true", help="fewer and shorter texts")
+        add("--quick", action="store_true", help="fewer settings and shorter texts")
         if name == "check":
             add("--only", action="append", choices=[*Checks.NAMES, "loop"])
     return made

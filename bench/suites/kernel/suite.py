@@ -96,10 +96,14 @@ def tables(results: Results) -> list[Table]:
         (f"{SIGMOID} / {EXACT}", "sigmoid / exact", ",.2f"),
         *SAVED,
     ]
-    time = "Time to verify a round, ms (native kernel unless stated otherwise)"
     memory = f"Realised bandwidth, as a share of the measured {results['bandwidth_gb_s']:.1f} GB/s"
     return [
-        points_table(time, points, columns, "time"),
+        points_table(
+            "Time to verify a round, ms (native kernel unless stated otherwise)",
+            points,
+            columns,
+            "time",
+        ),
         points_table(memory, points, [*sizes, *shares], "bandwidth"),
         rules_table(results),
         points_table(

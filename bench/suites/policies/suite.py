@@ -30,9 +30,9 @@ from .retold import retelling, story
 
 AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
 WITHOUT, FALLBACK = "gamma 4", "fallback"
-NEAR = 0.95  # goal: share of the best fixed gamma's speed
-LOSS = 0.05  # goal: largest loss of plain decoding's speed
-NOISE = 0.02  # relative error of a speed above which a note is printed
+# Goals: the share of the best fixed gamma's speed to reach, and the share of plain decoding's speed
+# that may be lost. And the relative error of a speed above which a note is printed.
+NEAR, LOSS, NOISE = 0.95, 0.05, 0.02
 GAMMA = 4  # gamma of the fallback's drafts
 ALL = "all, taking turns"
 
