@@ -1,4 +1,4 @@
-"""--audio: its options, and what is printed of a transcription."""
+"""--audio: its options, and the output of a transcription."""
 
 from __future__ import annotations
 
@@ -23,41 +23,42 @@ OF_SPEECH = (
     "language", "task", "timestamps", "format", "condition_on_prev_tokens", "temperatures",
     "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold",
 )  # fmt: skip
-# Of the command line's words those that are of other texts.
+# Options of the command line that do not apply to --audio.
 OF_TEXTS = (
     "source", "source_file", "system", "chat", "special_tokens", "min_new_tokens", "stop",
     "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream", "pace",
     "color", "json", "logprobs", "baseline", "check",
 )  # fmt: skip
-NAMES = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # that differ
+NAMES = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # irregular ones
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """The group of the parser, but for --audio itself, which is one of the prompts."""
+    """Add the audio group to the parser; --audio itself is in the prompt group."""
     # fmt: off
-    group = parser.add_argument_group("audio", "Only with --audio, and the bundle of a Whisper.")
+    group = parser.add_argument_group("audio", "Only with --audio and a Whisper bundle.")
     add = group.add_argument
     add("--language", metavar="NAME",
-        help="such as en or English (default: detected in the first window)")
-    add("--task", choices=("transcribe", "translate"), help="default transcribe; translate is into "
-        "English")
+        help="language spoken, such as en or English (default: detected in the first window)")
+    add("--task", choices=("transcribe", "translate"),
+        help="transcribe, or translate into English (default: transcribe)")
     add("--timestamps", action="store_true", default=None,
-        help="say when each segment was said; srt, vtt and recordings over 30 s always have times")
-    add("--format", choices=FORMATS, help="of stdout: text (default), the subtitles srt and vtt, "
-        "or one JSON object")
+        help="print the times of each segment; srt and vtt always have them, and recordings over "
+        "30 s are always divided into segments")
+    add("--format", choices=FORMATS,
+        help="output format: text, srt or vtt subtitles, or one JSON object (default: text)")
     add("--condition-on-prev-tokens", action="store_true", default=None,
-        help="of a long recording: each window reads what was said before it")
+        help="in a long recording, prompt each window with the text before it")
     add("--temperatures", type=_numbers, metavar="T,T,...",
-        help="tried in turn while a text misses one of the thresholds below, such as "
-        "0,0.2,0.4,0.6,0.8,1")
+        help="temperatures to try in turn while a window's text misses one of the thresholds "
+        "below, such as 0,0.2,0.4,0.6,0.8,1")
     add("--compression-ratio-threshold", type=float, metavar="X",
-        help="retry a text whose tokens zlib makes more than X times smaller, since it repeats "
-        "itself (1.35 is usual)")
+        help="retry if zlib compresses the tokens by a factor of more than X, as it does when the "
+        "text repeats itself (typically 1.35)")
     add("--logprob-threshold", type=float, metavar="X",
-        help="retry a text whose mean log-probability is below X (-1 is usual)")
+        help="retry if the mean log-probability is below X (typically -1)")
     add("--no-speech-threshold", type=float, metavar="P",
-        help="a window counts as silent where the token for no speech has a probability over P and "
-        "the text misses --logprob-threshold (0.6 is usual)")
+        help="treat a window as silent if the no-speech token has a probability above P and the "
+        "text misses --logprob-threshold (typically 0.6)")
     # fmt: on
 
 
@@ -65,56 +66,58 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0,0.5") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,0.5") from None
 
 
 def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str, str]]:
-    """What contradicts: see `refuse_first`."""
+    """Combinations to refuse, for `refuse_first`."""
     leave = "Leave one of them out."
 
     def given(name: str) -> bool:
         return getattr(args, name) not in (parser.get_default(name), None)
 
     for name in OF_SPEECH:
-        yield (not args.audio and given(name), f"--{flag(name)} is of --audio",
+        yield (not args.audio and given(name), f"--{flag(name)} is an option of --audio",
                "Add --audio FILE, or leave it out.")  # fmt: skip
     for name in OF_TEXTS:
         yield (args.audio and given(name), f"--{flag(name)} has no meaning for --audio",
                leave)  # fmt: skip
     yield (args.temperatures and given("temperature"),
-           "--temperatures and --temperature say the same", leave)  # fmt: skip
-    yield (args.audio == "-", "--audio reads no standard input: a recording is read twice",
-           "Write it into a file, and name that.")  # fmt: skip
+           "--temperatures and --temperature set the same option", leave)  # fmt: skip
+    yield (args.audio == "-",
+           "--audio cannot read standard input, because a recording is read twice",
+           "Write it to a file, and name the file.")  # fmt: skip
     yield (args.audio and args.draft is None and (args.corpus or args.table),
-           "--corpus and --table are for drafts that are named", "Add --draft.")  # fmt: skip
+           "with --audio, --corpus and --table need a draft that reads them",
+           "Add --draft.")  # fmt: skip
 
 
 def flag(name: str) -> str:
-    """What the command line calls an option."""
+    """The command-line name of an option, without the dashes."""
     return NAMES.get(name, name.replace("_", "-"))
 
 
 def options_of(args: Namespace, options: Options) -> dict[str, Any]:
-    """The arguments of `TextEngine.transcribe`, of which those of a text are `options`."""
+    """The arguments of `TextEngine.transcribe`. options: sampling and drafting."""
     speech = {f.name: getattr(args, f.name, None) for f in fields(SpeechOptions)}
     found = {name: value for name, value in speech.items() if value is not None}
     found["temperature"] = args.temperatures or options.temperature
     found["timestamps"] = bool(args.timestamps) or args.format in ("srt", "vtt")
     if any(args.temperatures or ()) and args.seed is None:
-        options = replace(options, seed=None).seeded()  # it has a part after all
+        options = replace(options, seed=None).seeded()  # a retry may sample after all
     shared = {n: v for n, v in vars(options).items() if n not in (*DECIDED, "temperature")}
     return {**shared, **found, "max_new_tokens": args.max_new_tokens}
 
 
 def transcribe(session: Session) -> None:
-    """Text on stdout as it comes, progress and a summary on stderr."""
+    """Print the text to stdout as it comes, progress and a summary to stderr."""
     args, out = session.args, session.out
     options = options_of(args, session.options)
     write = _writer(args.format or "text", options["timestamps"])
     session.err.lines(report.notes([session.options]))
     begin = time.perf_counter()
     with ExitStack() as stack:
-        # Where the text itself is seen coming, that is progress enough.
+        # A terminal that shows the text as it comes needs no other progress.
         shown = args.stats != "none" and not (out.terminal and args.format != "json")
         name = " ".join(args.audio.split())[-34:]
         said = stack.enter_context(stage("audio", name)) if shown else Stage()
@@ -141,7 +144,7 @@ Writer = Callable[[Sequence[Segment] | None], Iterator[str]]
 
 
 def _writer(form: str, timed: bool) -> Writer:
-    """What to print of new segments; of None, at the end."""
+    """A function from new segments to the texts to print; None marks the end."""
     numbers = count(1)
 
     def text(new: Sequence[Segment] | None) -> Iterator[str]:
@@ -169,12 +172,12 @@ def _minutes(seconds: float) -> str:
 
 
 def _summary(found: Transcription, seconds: float, seed: bool) -> list[str]:
-    """The lines under a transcription. seconds: that it took. seed: whether it had a part in it."""
+    """The summary of a transcription. seconds: wall time. seed: whether to print the seed."""
     stats = found.stats
     language = f" | language {found.language}" if found.language else ""
     return [
         f"audio {found.duration:.1f} s | windows {found.windows}{language} | {seconds:.1f} s, "
-        f"{found.duration / seconds:.1f} times as fast as it was said",
+        f"{found.duration / seconds:.1f} times real time",
         f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s"
         + (f" | seed {found.seed}" if seed else ""),
         *report.round_lines(stats, str(len(stats.drafted_at))),
@@ -182,7 +185,7 @@ def _summary(found: Transcription, seconds: float, seed: bool) -> list[str]:
 
 
 def json_object(found: Transcription) -> dict[str, Any]:
-    """The object of --format json. Times are seconds, but for those of `stats`."""
+    """The object of --format json. Times are in seconds, except those in `stats`."""
     return {
         "text": found.text,
         "language": found.language,

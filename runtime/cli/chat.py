@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what was said before is part of every prompt."""
+"""A conversation in the terminal; every prompt includes the messages before it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from . import report
 from .arguments import refuse_unread
 from .output import Output, Session
 
-HELP = "Ctrl-C ends an answer, /reset forgets what was said, Ctrl-D ends the conversation."
+HELP = "Ctrl-C stops an answer, /reset starts a new conversation, Ctrl-D exits."
 
 
 def converse(session: Session) -> None:
-    """Read a line, stream the answer, and again until standard input ends.
+    """Read a line and stream the answer, repeatedly until standard input ends.
 
-    An answer that is interrupted stays in the conversation as far as it came; a message that is
-    refused does not.
+    The part of an interrupted answer that was generated stays in the conversation; a refused
+    message does not.
     """
     engine, args, err = session.engine, session.args, session.err
     if not engine.manifest.pair.tokenizer.chat_template:
@@ -74,7 +74,7 @@ def _read(err: Output) -> str | None:
         except EOFError:
             err.line("")
             return None
-        except KeyboardInterrupt:  # of a line that was begun
+        except KeyboardInterrupt:  # discards the line typed so far
             err.line("")
         except UnicodeDecodeError:
             err.line("error: prompt: the message is not UTF-8. Type it again.")

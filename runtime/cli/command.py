@@ -1,4 +1,4 @@
-"""What the command line does: one text, a batch, a beam search or a conversation."""
+"""What the command line runs: one request, a batch, a beam search or a conversation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .chat import converse
 from .output import Progress, Session, standard_streams
 from .prompts import at_line, batch_requests, prompt_from, source_from
 
-WARM_UP = 16  # tokens generated in either way before --baseline measures
+WARM_UP = 16  # tokens generated with and without drafts before --baseline measures
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """The exit status. All that can be refused is refused before the engines are loaded."""
+    """Run a command; returns the exit status. Refuses what it can before it loads the engines."""
     args = parse(argv)
     data = args.json or args.batch or args.format not in (None, "text")
     out, err = standard_streams(json=bool(data))
@@ -56,7 +56,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
-    """The bundle, with its draft model where one of the texts needs it."""
+    """Load the bundle, with its draft model if one of the requests needs it."""
     return load(
         args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
@@ -67,7 +67,7 @@ def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
 
 
 def _needs_model(options: Options) -> bool:
-    """Whether the draft model may propose. Where nobody says who, the bundle does."""
+    """Whether the draft model may propose tokens. The bundle chooses a draft by default."""
     kind = options.draft
     return options.gamma != 0 and (kind is None or (kind in KINDS and KINDS[kind].needs_model()))
 
@@ -79,7 +79,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     if args.baseline and request.gamma == 0:
         raise OutriderError(
             "option",
-            "--baseline compares with plain decoding, and without a draft there is nothing else",
+            "--baseline compares with plain decoding, and without a draft this run is plain too",
             "Leave --baseline out, or use a bundle that was built with DRAFT=<draft>.",
         )
     err.lines(report.notes([options]))
@@ -108,7 +108,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     session.show_engine()
     certificate = None
     if args.check:
-        with stage("check", "texts, held against the target") as said:
+        with stage("check", "texts, compared with the target") as said:
             tell = partial(setattr, said, "phase")
             certificate = check(engine, prompt, options, tell)
         objects["check"] = certificate.json_object()
@@ -121,17 +121,17 @@ def _single(session: Session, prompt: Prompt | None) -> None:
         raise OutriderError(
             "certificate",
             "the output cannot be certified as the target's",
-            "Decode with --gamma 0; if the options are exact ones, please report this bundle."
+            "Decode with --gamma 0, and if your options are exact ones, please report this bundle."
             if certificate.caveat is None
-            else "Use --verify token, block or coupled, no --lenience, and texts of some length.",
+            else "Use --verify token, block or coupled, no --lenience, and a longer output.",
         )
 
 
 def _costs(
     engine: TextEngine, draft: str, result: Result, plain: Result | None
 ) -> RoundCosts | None:
-    """What rounds cost, by the plain text or else by the plain steps that a policy asked for; None
-    where there was no plain step."""
+    """The costs of rounds, from the plain run or else from the plain steps that a policy timed;
+    None if there was no plain step."""
     stats = result.stats
     if plain is not None and plain.stats.rounds and stats.drafted:
         return findings({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
@@ -140,7 +140,7 @@ def _costs(
 
 
 def _text(session: Session, prompt: Prompt | None) -> Result:
-    """Generate, and show the text as it comes or at the end (with --json not at all)."""
+    """Generate, and show the text as it comes or at the end (not at all with --json)."""
     args, out = session.args, session.out
     stream = session.engine.stream(prompt, session.options)
     try:
@@ -158,7 +158,7 @@ def _text(session: Session, prompt: Prompt | None) -> Result:
 def _beams(session: Session, prompt: Prompt | None) -> None:
     engine, args, options = session.engine, session.args, session.options
     assert not isinstance(options.gamma, str), "refused with the other options"
-    engine.request(prompt, options)  # refuses what no text can have
+    engine.request(prompt, options)  # refuses what any request would be refused for
     found = beam_texts(
         engine, prompt, beams=args.beams, draft_beams=args.draft_beams, gamma=options.gamma,
         max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos,
@@ -208,12 +208,12 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
     session.show_engine()
     failed = [(number, r.error) for (number, *_), r in zip(requests, whole, strict=True) if r.error]
     if failed:
-        more = f" (and {len(failed) - 1} lines more)" if len(failed) > 1 else ""
+        more = f" (and {len(failed) - 1} more lines)" if len(failed) > 1 else ""
         raise at_line(args, *failed[0], more)
 
 
 def _gamma_text(options: Collection[Options], gammas: Collection[int], stats: Stats) -> str:
-    """What the summary says of gamma: numbers, or who chose and how often 0."""
+    """gamma for the summary: numbers, or what chose it and how many rounds had no drafts."""
     least, most = min(gammas), max(gammas)
     chosen = [one for one in options if isinstance(one.gamma, str) or one.fallback == "auto"]
     if not chosen:

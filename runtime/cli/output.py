@@ -1,5 +1,4 @@
-"""What the command line writes: texts as they come and progress, to streams whose failures have a
-name."""
+"""What the command line writes: text as it comes and progress, to streams with named errors."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from . import report
 
 
 class Output:
-    """A standard stream whose failures have a name: disk full, closed.
+    """A standard stream whose write errors become OutriderError("disk").
 
-    A closed pipe passes as BrokenPipeError, which ends the command quietly.
+    A closed pipe still raises BrokenPipeError, which ends the command quietly.
     """
 
     def __init__(self, stream: TextIO | None, name: str):
@@ -44,7 +43,7 @@ class Output:
             raise OutriderError(
                 "disk",
                 f"cannot write to {self._name}: {error.strerror}",
-                "Free some space, or redirect it to another place.",
+                "Free some space, or redirect the output elsewhere.",
             ) from None
 
     def line(self, text: str) -> None:
@@ -57,7 +56,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Session:
-    """What a command works with: an open bundle, what was asked for, stdout and stderr."""
+    """What a command works with: an open bundle, the arguments, stdout and stderr."""
 
     engine: TextEngine
     args: Namespace
@@ -66,7 +65,7 @@ class Session:
     err: Output
 
     def show(self, stream: Stream) -> str:
-        """Write a text as it comes, or with --no-stream nothing; returns what is to be seen."""
+        """Write the text as it comes (nothing with --no-stream); returns the text as displayed."""
         shown: list[str] = []
         with ExitStack() as stack:
             smooth = None
@@ -82,7 +81,7 @@ class Session:
         return "".join(shown)
 
     def show_engine(self) -> None:
-        """What its texts do not depend on, and its memory."""
+        """Print what the output is independent of (the `bits:` line), and the memory used."""
         if self.args.stats != "none":
             self.err.line(self.engine.bits.line())
             if self.engine.memory:
@@ -90,8 +89,8 @@ class Session:
 
 
 def standard_streams(*, json: bool) -> tuple[Output, Output]:
-    """stdout and stderr. json: UTF-8 then, as JSON prescribes. Raises "disk" for a closed stdout;
-    a closed stderr is a wish for silence. They, and stdin, wait for who is at their other end."""
+    """stdout and stderr. json: write UTF-8, as JSON prescribes. Raises "disk" if stdout is closed;
+    a closed stderr silences messages. These streams and stdin are made blocking."""
     if sys.stdout is None:  # `>&-`
         raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
     if hasattr(sys.stdout, "reconfigure"):
@@ -99,16 +98,16 @@ def standard_streams(*, json: bool) -> tuple[Output, Output]:
             encoding="utf-8" if json else None, errors="strict" if json else "backslashreplace"
         )
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # A process with an event loop may hand on one that does not block: a prompt would be cut
-        # off where its writer paused, and a text where its reader did.
-        with suppress(AttributeError, OSError, ValueError):  # closed, or no file
+        # A parent with an event loop may pass non-blocking streams: input would be cut off where
+        # its writer pauses, and output where its reader does.
+        with suppress(AttributeError, OSError, ValueError):  # closed, or not a file
             os.set_blocking(stream.fileno(), True)
     return Output(_buffered(sys.stdout), "stdout"), Output(_buffered(sys.stderr), "stderr")
 
 
 def _buffered(stream: TextIO | None) -> TextIO | None:
-    """The stream, but of PYTHONUNBUFFERED one with a buffer: Python's own would write what a disk
-    or a pipe has room for, and drop the rest of the text without an error."""
+    """The stream, with a buffer even under PYTHONUNBUFFERED: Python's unbuffered streams write
+    what a disk or pipe has room for, and drop the rest of the text without an error."""
     if not isinstance(getattr(stream, "buffer", None), RawIOBase):
         return stream
     assert stream is not None
@@ -116,7 +115,7 @@ def _buffered(stream: TextIO | None) -> TextIO | None:
 
 
 class Progress:
-    """A line on a terminal that is rewritten in place, and gone at the end of the block."""
+    """A progress line on a terminal, rewritten in place and erased at the end of the block."""
 
     def __init__(self, err: Output, count: int):
         self._err, self._count, self._shown = err, count, 0.0

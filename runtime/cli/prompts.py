@@ -1,4 +1,4 @@
-"""Where prompts come from: --prompt, --prompt-file, --messages, and the JSON lines of --batch."""
+"""Reads prompts from --prompt, --prompt-file, --messages, and the JSON lines of --batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..files.progress import size_text
 from ..text.options import Options, Prompt
 from .arguments import seeded
 
-LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # bytes that are read; /dev/zero has no end
+LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # most bytes read; /dev/zero has no end
 
 
 def source_from(args: Namespace) -> str | None:
@@ -22,7 +22,10 @@ def source_from(args: Namespace) -> str | None:
 
 
 def prompt_from(args: Namespace) -> Prompt | None:
-    """The prompt of --prompt, --prompt-file or --messages; None without any. Raises "prompt"."""
+    """The prompt of --prompt, --prompt-file or --messages; None without any.
+
+    Raises "prompt" or "option".
+    """
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
         return _messages(_json(text, name), args.system, name)
@@ -56,7 +59,7 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt 
 
 
 def at_line(args: Namespace, number: int, error: OutriderError, more: str = "") -> OutriderError:
-    """The error of one line of --batch, which it names. more: to say after the line."""
+    """The error with its --batch line in the cause. more: text to insert after the line number."""
     where = _line_of(args, number)
     cause = error.cause if where in error.cause else f"{where}{more}: {error.cause}"
     return OutriderError(error.kind, cause, error.remedy)
@@ -68,7 +71,7 @@ def _line_of(args: Namespace, number: int) -> str:
 
 _BATCH_REMEDY = (
     'A line is {"prompt": "..."}, {"messages": [...]} or {"source": "..."}, '
-    "with options if need be."
+    "optionally with generation options."
 )
 
 
@@ -91,7 +94,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
     prompt = body["prompt"]
     ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
     if not (ids or isinstance(prompt, str)):
-        cause = f"{where}: the prompt is neither a text nor a list of token ids"
+        cause = f"{where}: the prompt is neither a string nor a list of token ids"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
     return prompt, changed
 
@@ -114,7 +117,7 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         cause = f"{where} is not JSON: {error}"
-        remedy = "Check it with python -m json.tool, a batch with --json-lines."
+        remedy = "Check it with python -m json.tool (--json-lines for a batch)."
         raise OutriderError("prompt", cause, remedy) from None
 
 
@@ -135,8 +138,8 @@ def _read(source: str, largest: int = LARGEST) -> str:
         else:
             content = sys.stdin.buffer.read(largest + 1)
         if len(content) > largest:
-            cause = f"{name} has more than {size_text(largest)}"
-            raise OutriderError("prompt", cause, "Give a shorter one; no context holds that.")
+            cause = f"{name} is larger than {size_text(largest)}"
+            raise OutriderError("prompt", cause, "Give a shorter one; no context is that long.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         cause = f"{name} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"

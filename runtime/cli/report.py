@@ -1,4 +1,4 @@
-"""What a finished generation looks like: the summary, the detailed statistics, JSON, colours.
+"""How a finished generation is reported: summary, detailed statistics, JSON, colours.
 
 Pure functions from results to lines; `command.py` decides which of them are printed, and where.
 """
@@ -24,7 +24,7 @@ COLORS = {"accepted": 32, "corrected": 34, "bonus": 35}
 
 
 def color(text: str, origin: str) -> str:
-    """`text` in the colour of its token's origin; the first and plain tokens have none."""
+    """`text` in the colour of its token's origin; first and plain tokens have no colour."""
     code = COLORS.get(origin)
     return text if code is None or not text else f"\x1b[{code}m{text}\x1b[0m"
 
@@ -34,7 +34,7 @@ def legend() -> str:
 
 
 def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
-    """The lines under a text. gamma: as requested. seed: whether it had a part in the text."""
+    """The summary of a request. gamma: as requested. seed: whether to print the seed."""
     stats = result.stats
     finish = result.finish_reason
     if result.stopped_by is not None:
@@ -51,7 +51,7 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
 
 
 def answer(result: Result) -> str:
-    """The line under an answer of a conversation."""
+    """The summary of an answer in a conversation."""
     stats = result.stats
     return (
         f"prompt {stats.prompt_tokens} tok{_reused(stats)} | TTFT {_ms(stats.ttft)} ms | "
@@ -60,7 +60,7 @@ def answer(result: Result) -> str:
 
 
 def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:
-    """The lines after a batch. seconds: wall time of the whole."""
+    """The summary of a batch. seconds: wall time of the whole batch."""
     total = Stats.total(result.stats for result in results)
     reasons = [result.finish_reason for result in results]
     finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
@@ -98,15 +98,16 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
 
 
 def detailed(stats: Stats, costs: RoundCosts | None = None) -> list[str]:
-    """More on the rounds: each position, how many drafts rounds accepted, milliseconds, theory.
+    """Details of the rounds: acceptance at each draft position, the number of rounds by accepted
+    drafts, milliseconds, theory.
 
-    costs: of the rounds, where a plain step was timed: the theorem's c is in plain steps.
+    costs: the costs of rounds if a plain step was timed; the theorem's c is in plain steps.
     """
     lines = []
     at = stats.accepted_at
     if stats.drafted:
         for i, (accepted, drafted) in enumerate(zip(at, stats.drafted_at, strict=True)):
-            # Reached: all drafts before it were accepted.
+            # A position is reached if all drafts before it were accepted.
             reached = drafted if i == 0 else min(drafted, at[i - 1])
             lines.append(
                 f"draft {i + 1}: accepted {_rate(accepted, drafted, 'drafted')}, "
@@ -137,14 +138,14 @@ def detailed(stats: Stats, costs: RoundCosts | None = None) -> list[str]:
 
 
 def _times(stats: Stats) -> dict[str, float]:
-    """Seconds of the rounds."""
+    """Seconds of the rounds, by part."""
     return {name: getattr(stats, f"time_{name}") for name in ("draft", "verify", "sample", "host")}
 
 
 def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, Any]:
     """The `baseline` object of --json. speedup: ratio of the tokens per second.
 
-    same: whether the two texts ought to be; otherwise they are two draws.
+    same: whether the two texts should be equal; otherwise they are two independent draws.
     """
     theirs = plain.stats.tokens_per_second
     return {
@@ -156,7 +157,7 @@ def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, A
 
 
 def baseline(result: Result, plain: Result, *, same: bool) -> str:
-    """The baseline line. same: as above."""
+    """The baseline line. same: see `baseline_object`."""
     ours, theirs = result.stats.tokens_per_second, plain.stats.tokens_per_second
     line = f"baseline {theirs:.1f} tok/s -> {ours / theirs if theirs else 0.0:.2f}x"
     if not same:
@@ -165,11 +166,11 @@ def baseline(result: Result, plain: Result, *, same: bool) -> str:
         return f"{line} | same tokens"
     pairs = zip(result.token_ids, plain.token_ids, strict=False)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return f"{line} | other tokens from {alike} on (--check: whether rounding explains it)"
+    return f"{line} | different tokens from {alike} on (--check tests whether rounding explains it)"
 
 
 def memory(parts: Mapping[str, int]) -> str:
-    """The memory line, in one unit. parts: bytes of "target", "draft", "cache"; of a GPU also
+    """The memory line, in one unit. parts: bytes of "target", "draft", "cache"; on a GPU also
     "activations" and "buffers"."""
     names = {
         "target": "target", "draft": "draft", "cache": "KV", "activations": "activations",
@@ -182,7 +183,7 @@ def memory(parts: Mapping[str, int]) -> str:
 
 
 def json_object(result: Result, *, logprobs: bool, **more: Mapping[str, Any]) -> dict[str, Any]:
-    """One request's object. more: `bits`, and `baseline` and `check` where asked for."""
+    """The JSON object of a request. more: `bits`, and `baseline` and `check` if requested."""
     body: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -233,17 +234,17 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _fraction(value: float) -> str:
-    """Two digits, without the zero before the point."""
+    """Two decimals, without a zero before the point."""
     text = f"{value:.2f}"
     return text[1:] if text.startswith("0") else text
 
 
 def notes(all_options: Collection[Options]) -> Iterator[str]:
-    """What is not exact, once each."""
+    """A note for each option in use that is not exact."""
     if any(options.verify == "sigmoid" for options in all_options):
         yield (
-            "note: verify=sigmoid is not exact: the output is close to the draft's, and not "
-            "distributed as the target's"
+            "note: verify=sigmoid is not exact: the output is close to the draft's, and does not "
+            "have the target's distribution"
         )
     lenience = min(options.lenience for options in all_options)
     if lenience < 1:

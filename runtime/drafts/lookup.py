@@ -24,8 +24,8 @@ class NgramDraft(GuessedDraft):
     """See `Lookup`; one for each sequence."""
 
     help = (
-        "what followed the same words before, in source, prompt or output (good where text repeats "
-        "itself; needs no model)"
+        "what followed the same tokens earlier in source, prompt or output (needs no model; good "
+        "for text that repeats itself)"
     )
     reads_corpus = True
 
@@ -50,7 +50,7 @@ class NgramDraft(GuessedDraft):
 
 
 class CopyDraft(NgramDraft):
-    help = "the same, and not in the output"
+    help = "the same, but in source and prompt only"
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
         request = sequence.request

@@ -43,21 +43,21 @@ class TableDraft(Draft):
 
 
 class UnigramDraft(TableDraft):
-    help = "counts of the tokens of a text (--table)"
+    help = "token counts of a text (--table)"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.unigram
 
 
 class BigramDraft(TableDraft):
-    help = "counts of what came after the token before"
+    help = "counts of what followed the previous token (--table)"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.after(drafts[-1] if drafts else sequence.slot.pending, 1)
 
 
 class SkipDraft(TableDraft):
-    help = "counts of what came i tokens after the text's last one, for draft token i"
+    help = "for draft token i, counts of what followed the last token i places later (--table)"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.after(sequence.slot.pending, len(drafts) + 1)
@@ -66,7 +66,7 @@ class SkipDraft(TableDraft):
 class RandomDraft(Draft):
     """Each token as likely: what speculation costs where nothing is known."""
 
-    help = "any token"
+    help = "uniformly random tokens"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return np.broadcast_to(np.float32(0), self.sources.width)

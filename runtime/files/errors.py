@@ -98,7 +98,7 @@ class CommandParser(ArgumentParser):
         pairs = zip(self._given, self._given[1:], strict=False)
         dashed = [b for a, b in pairs if a in option.split("/") and b.startswith("-")]
         if "expected one argument" in message and dashed:  # it was taken for the next option
-            remedy = f"A value that begins with - is written {option}={dashed[0]}."
+            remedy = f"Write a value that begins with - as {option}={dashed[0]}."
         raise OutriderError("option", message, remedy)
 
 

@@ -90,7 +90,7 @@ def test_baseline():
     assert said == "baseline 50.0 tok/s -> 2.78x | same tokens"
     assert report.baseline(make_result(), plain, same=False).endswith("2.78x | output 100 tok")
     other = make_result(plain.stats, tokens=(Token(5, "first"), Token(9, "plain")))
-    assert "other tokens from 1 on" in report.baseline(make_result(), other, same=True)
+    assert "different tokens from 1 on" in report.baseline(make_result(), other, same=True)
     body = {"tokens_per_second": 50.0, "output_tokens": 100, "speedup": 2.7826}
     assert report.baseline_object(make_result(), other, same=False) == body
     body["same_tokens"] = False
