@@ -8,8 +8,8 @@
         for event in engine.stream("..."):
             print(event.text, end="", flush=True)
 
-`Options` lists what `generate`, `stream` and `batch` take. What fails raises `OutriderError`, which
-has a kind, a cause and a remedy. In a checkout without its `.venv` the package is called `runtime`.
+`Options` lists what `generate`, `stream` and `batch` take. Failures raise `OutriderError`, with a
+kind, a cause and a remedy. In a checkout without its `.venv` the package is called `runtime`.
 """
 
 from importlib import import_module
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
     from .text.stream import Batch as Batch
     from .text.stream import Stream as Stream
 
-# ONNX Runtime would write a device's id into the home folder, and report to its makers.
+# With telemetry, ONNX Runtime writes a device id to the home folder and reports to its makers.
 environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
 _PLACES = {
@@ -59,7 +59,7 @@ __all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: a command can be interrupted before all of it is there."""
+    """Import public names on first use: a command can be interrupted before all are imported."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name]

@@ -1,4 +1,4 @@
-"""Opening a bundle: on which device, whether it fits there, and what runs its rounds."""
+"""Opens a bundle: chooses the device, checks that the bundle fits, and sets up its rounds."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ def load(
 ) -> TextEngine:
     """Open a bundle.
 
-    folder: what `make engines` wrote. slots: sequences at a time; None takes the bundle's.
-    threads: of each model's engine on the CPU; 0 leaves it to the backend. verify: check every
-    file's hash. device: "cpu", "cuda" or "cuda:<number>"; "auto" is what the bundle was compiled
-    for, and the CPU for one that runs on both. graphs: replay a GPU's rounds as CUDA graphs; False
-    launches each call by itself, to find out what they bring. loop: let a GPU go on to the next
-    round by itself, a whole text as one launch; not measured yet. table: the file of `python -m
-    export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a text, UTF-8, in which
-    draft="ngram", "copy" and "chain" look after the text itself. reuse: compute of a prompt only
-    what no slot still holds, on the CPU; a GPU computes all of it. queue, timeout: how many calls
-    may wait for a slot, and for how many seconds; see `TextEngine`. plain_width: tokens of the
-    target's narrowest calls, plain steps above all; None for as many as it takes to have the bits
-    of wider ones. 1 is a few percent faster in plain decoding, and a text is then the same only for
-    the same gamma. draft_model: False leaves the draft model closed, whose memory lookups and plain
-    decoding have no use for; a text that names no draft is then decoded plainly. Raises
-    OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
+    folder: the bundle written by `make engines`. slots: number of sequences decoded at a time; None
+    for the bundle's. threads: CPU threads per model; 0 leaves it to the backend. verify: check
+    every file's hash. device: "cpu", "cuda" or "cuda:<number>"; "auto" is the device that the
+    bundle was compiled for, and the CPU if it runs on both. graphs: replay a GPU's rounds as CUDA
+    graphs; False launches each call separately, to measure the gain. loop: let a GPU start the next
+    round itself, so that a whole generation is one launch; not measured yet. table: the file
+    written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a UTF-8
+    text file that draft="ngram", "copy" and "chain" search after the text itself. reuse: compute
+    only the part of a prompt that no slot still holds; CPU only, a GPU computes all of it. queue,
+    timeout: how many calls may wait for a slot, and for how many seconds; see `TextEngine`.
+    plain_width: number of tokens in the target's narrowest calls, mainly plain steps; None for the
+    smallest number whose results equal those of wider calls bitwise. 1 makes plain decoding a few
+    percent faster, but the output is then the same only for the same gamma. draft_model: False
+    does not load the draft model, which saves its memory if only lookups or plain decoding are
+    used; a request that names no draft is then decoded plainly. Raises OutriderError: "bundle",
+    "backend", "option", "memory", "vocabulary".
     """
     check_line(queue, timeout)
     folder = Path(folder)
@@ -86,7 +87,7 @@ def load(
         check_slots(opened, slots, gpu=gpu)
         tokenizer = _tokenizer(manifest, folder)
         memory = _memory(opened, slots)
-        # A GPU's libraries choose by width: nobody has measured when.
+        # A GPU's libraries choose kernels by width, which has not been measured.
         bits = Bits() if gpu else _bits(manifest, slots, plain_width)
         rounds: Rounds
         with _verifying(folder, opened) if verify else nullcontext():
@@ -96,7 +97,7 @@ def load(
                     threads=threads, table=table, corpus=corpus, reuse=reuse,
                 )  # fmt: skip
             else:
-                from .gpu import opening  # what a GPU needs is imported where there is one
+                from .gpu import opening  # imported only for a GPU, which its libraries need
 
                 rounds = opening.open_rounds(
                     opened, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
@@ -118,7 +119,8 @@ def load(
 
 @contextmanager
 def _unreplaced(folder: Path) -> Iterator[None]:
-    """Another process may build the bundle again meanwhile: then what was read belongs to two."""
+    """Raise "bundle" if another process rebuilds the bundle meanwhile: the files that were read may
+    then belong to two builds."""
     before = _identity(folder)
     try:
         yield
@@ -141,7 +143,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
-    """Verify the weights' hashes beside what is done within: they take as long as opening them."""
+    """Verify the weights' hashes in a thread while the block runs: it takes as long as loading."""
     found: list[Exception] = []
 
     def verify() -> None:
@@ -150,14 +152,14 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the caller's thread
             found.append(error)
 
-    thread = Thread(target=verify, daemon=True)  # an interrupt waits for no hash
+    thread = Thread(target=verify, daemon=True)  # an interrupt need not wait for it
     thread.start()
     try:
         yield
     except Exception:
         thread.join()
-        if found:  # damage explains whatever went wrong with it
-            raise found.pop() from None  # kept, it would keep the engines in a cycle
+        if found:  # a damaged file explains the error
+            raise found.pop() from None  # popped: its traceback would keep the engines in a cycle
         raise
     thread.join()
     if found:
@@ -165,7 +167,7 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
-    """The number of the GPU to run on, None for the CPU. Raises OutriderError "option"."""
+    """The number of the GPU to run on; None for the CPU. Raises OutriderError "option"."""
     if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", str(device)):
         raise OutriderError(
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
@@ -192,9 +194,9 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
 
 
 def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
-    """Refuse, before anything is loaded, engines that this version does not run.
+    """Refuse, before anything is loaded, engines that this installation cannot run.
 
-    An engine belongs to the version of the library that made it. Raises OutriderError "backend".
+    An engine requires the version of the library that built it. Raises OutriderError "backend".
     """
     for package, built in manifest.versions.items() if manifest.engines else ():
         installed = _installed(package)
@@ -211,21 +213,21 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
 def check_options(
     *, gpu: bool, graphs: bool, loop: bool, files: object, threads: int, plain_width: int | None
 ) -> None:
-    """Refuse what the device does not honour. files: a table or corpus, where one is given. Raises
-    OutriderError "option"."""
+    """Refuse options that the device does not support. files: the table or corpus, if one is given.
+    Raises OutriderError "option"."""
     most_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
     refuse_first([
-        (loop and not (gpu and graphs), "loop is for a GPU's CUDA graphs",
-         "Leave it out, or graphs on, or use a bundle for a GPU."),
-        (not (graphs or gpu), "graphs are of a GPU, and this runs on the CPU",
+        (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
+         "Leave it out, or use a bundle for a GPU with graphs enabled."),
+        (not (graphs or gpu), "graphs apply to a GPU, and this runs on the CPU",
          "Leave the option out."),
-        (gpu and files, "table and corpus are for the CPU in this version",
+        (gpu and files, "table and corpus are supported only on the CPU in this version",
          "Leave them out, or use a bundle that runs on the CPU."),
         (not (is_whole(threads) and 0 <= threads <= most_threads),
          f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
-         "Leave it out: it is of a CPU's engines." if gpu else
+         "Leave it out: it applies to engines on the CPU." if gpu else
          f"Use 0 (automatic) to {most_threads}."),
-        (plain_width is not None and gpu, f"plain_width={plain_width} is for the CPU",
+        (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
         (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),
          f"plain_width={plain_width!r} is out of range",
@@ -234,14 +236,12 @@ def check_options(
 
 
 def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
-    """Refuse slots that cannot be: what they need before any text is long is more than there is.
+    """Refuse more slots than fit into memory, even with the smallest caches.
 
-    On a GPU `gpu.opening` holds them against its memory. Raises OutriderError "option", "memory".
+    On a GPU `gpu.opening` checks them against its memory. Raises OutriderError "option", "memory".
     """
     if not is_whole(slots) or slots < 1:
-        raise OutriderError(
-            "option", f"slots={slots!r} is out of range", "Use a whole number from 1 up."
-        )
+        raise OutriderError("option", f"slots={slots!r} is out of range", "Use an integer >= 1.")
     pair = manifest.pair
     need = sum(facts.cache_bytes(slots, FIRST_ROWS) for _, facts in pair.models())
     need += pair.logits_bytes(slots, gpu=False)
@@ -255,7 +255,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
 
 
 def _installed(package: str) -> str | None:
-    """The version of a package, without importing it."""
+    """The version of a package, without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -276,7 +276,8 @@ def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
 
 
 def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
-    """Look up what texts on the CPU do not depend on, which was measured with these libraries."""
+    """What the output on the CPU does not depend on, as measured at build time. The measurement
+    holds only for the same libraries."""
     other = next(
         (
             f"{package} {built}, and {_installed(package) or 'none'} is installed"
@@ -289,7 +290,7 @@ def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
 
 
 def _memory(manifest: Manifest, slots: int) -> dict[str, int]:
-    """Bytes of the models' weights and of all slots' caches."""
+    """Bytes of each model's weights and of all slots' caches."""
     memory = {}
     for role, facts in manifest.pair.models():
         names = manifest.weight_files(role)

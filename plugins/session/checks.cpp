@@ -102,9 +102,9 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
   outrider_options& o = request.options;
   check_sampling(o);
   refuse(o.rule == OUTRIDER_COUPLED && forgone,
-         "the coupled rule promises a text of every gamma, and plain_width=1 ties it to one",
+         "the coupled rule promises the same text for every gamma, which plain_width=1 rules out",
          "Leave one of them out");
-  in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "a whole number from 1 up");
+  in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "an integer >= 1");
   in_range(o.min_new_tokens >= 0 && o.min_new_tokens <= o.max_new_tokens, "min_new_tokens",
            o.min_new_tokens, "from 0 to max_new_tokens");
   in_range(o.draft_threshold >= 0 && o.draft_threshold < 1, "draft_threshold", o.draft_threshold,

@@ -14,14 +14,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..files.errors import OutriderError, first_line
 
-# Names under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
+# Keys under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Types of parts that a template would make a placeholder of, or nothing, begin with these.
+# Prefixes of content types that templates render as a placeholder, or drop.
 _MEDIA = ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
 
 
 class ChatTemplate:
-    """source: the Jinja template. special_tokens: texts by role, as the template names them."""
+    """A chat template. source: its Jinja source. special_tokens: their strings, by the names that
+    the template uses."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self._source, self._special_tokens = source, dict(special_tokens)
@@ -31,16 +32,19 @@ class ChatTemplate:
         return _environment().from_string(self._source)
 
     def _in_form(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Text as a list of one part, for the roles of which the template reads such lists alone,
-        as those of models that see do: by itself it would be left out without a word. And parts as
-        one text, a line each as in other servers, where it reads text alone: it would fail, or
-        write them out as Python does."""
+        """Messages with their content in the form that the template reads, for each role.
+
+        Text becomes a list of one part if the template reads only such lists, as those of vision
+        models do: it would silently drop plain text. Parts become one text, a line each as in other
+        servers, if the template reads only text: it would fail, or print the list as Python does.
+        """
         came, messages = messages, [_joined(m) for m in messages]
         roles = dict.fromkeys(m.get("role") for m in messages if isinstance(m.get("content"), str))
-        marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # letters of no alphabet
+        marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # private-use characters
 
         def lost(parts: Collection[object]) -> set[object]:
-            """Roles whose mark, in the place of what they say, is not rendered."""
+            """Roles whose mark is not rendered when it replaces their content. parts: roles whose
+            content is given as a part."""
             try:
                 said = self._rendered(
                     [_saying(m, marks.get(m.get("role")), parts) for m in messages]
@@ -50,8 +54,8 @@ class ChatTemplate:
             return {role for role, mark in marks.items() if mark not in said}
 
         pairs = list(zip(messages, came, strict=True))
-        unheard = lost(())  # as text
-        in_parts = unheard - lost(unheard) if unheard else unheard  # of these, heard as a part
+        unheard = lost(())  # not rendered as text
+        in_parts = unheard - lost(unheard) if unheard else unheard  # of these, rendered as a part
         came_so = {m.get("role") for m, old in pairs if m is not old}
         as_text = lost(in_parts | came_so) - unheard if came_so else came_so
         return [
@@ -62,7 +66,7 @@ class ChatTemplate:
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         return self._template.render(
             messages=messages,
-            tools=None,  # defined: templates test `tools is not none`
+            tools=None,  # must be defined: templates test `tools is not none`
             documents=None,
             add_generation_prompt=True,
             **self._special_tokens,
@@ -73,7 +77,7 @@ class ChatTemplate:
         ends with the header of the assistant's turn.
 
         messages: dicts with `role`, `content` and whatever else the template reads. Raises
-        OutriderError "prompt" when there is no message, or the template fails.
+        OutriderError "prompt" if there is no message, or the template fails.
         """
         if not messages:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
@@ -91,16 +95,18 @@ class ChatTemplate:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as Transformers hands it to templates: absent for None, and nothing but JSON types.
+    """A message as Transformers passes it to templates: without keys that are None, and with JSON
+    types only.
 
-    A template is untrusted, and objects have methods that the sandbox does not know.
+    Templates are untrusted, and other objects may have methods that the sandbox does not know.
     """
     present = {key: value for key, value in message.items() if value is not None}
     content = present.get("content")
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and str(part.get("type", "text")).startswith(_MEDIA):
             raise OutriderError(
-                "prompt", f"a message has a part of type {part['type']!r}, and text alone is read",
+                "prompt",
+                f"a message has a part of type {part['type']!r}, and only text is supported",
                 "Leave it out.",
             )  # fmt: skip
     plain: dict[str, Any] = json.loads(
@@ -113,7 +119,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, if it is nothing but parts of text with one text in their place."""
+    """The message; if its content is a list of text parts only, with one text in their place."""
     parts = message.get("content")
     if not parts or not isinstance(parts, list):
         return message
@@ -128,7 +134,8 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
 def _saying(
     message: dict[str, Any], instead: str | None, parts: Collection[object]
 ) -> dict[str, Any]:
-    """The message, if it is a text with another one in its place, and for these roles as a part."""
+    """The message; if its content is text, with `instead` in its place unless that is None, and as
+    a list of one part for the roles in `parts`."""
     text = message.get("content")
     if not isinstance(text, str):
         return message
@@ -138,7 +145,7 @@ def _saying(
 
 
 class _Dict:
-    """`dict` for templates: without the unbound methods, which could change any object."""
+    """`dict` for templates, without its unbound methods, which could modify any dict."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -148,7 +155,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` for templates: without private names, which lead out of the sandbox."""
+    """`namespace` for templates, without private names, which lead out of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` stays free as a keyword
         jinja2.utils.Namespace.__init__(args[0])
@@ -162,7 +169,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it renders its body."""
+    """`{% generation %}` marks assistant text for training; here it just renders its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -172,7 +179,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own `tojson` escapes HTML."""
+    """`tojson` for templates; Jinja's own escapes HTML."""
     if refused := options.keys() - {"indent", "separators", "sort_keys"}:
         raise jinja2.TemplateError(f"tojson has no option {min(refused)!r}")
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -183,7 +190,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment for which checkpoints' templates are written: that of Transformers."""
+    """The Jinja environment of Transformers, for which checkpoints' templates are written."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""A bundle as an object that turns text into text: generate, stream, batch, stats."""
+"""`TextEngine`: an open bundle that turns text into text (generate, stream, batch, stats)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .tokenizer import Tokenizer
 
 
 class TextEngine:
-    """Two engines, their slots and the tokenizer. Make one with `load`, and `close` it, or use it
-    in a `with` block; its memory is also given back when nothing refers to it any more.
+    """Target, draft, their slots and the tokenizer. Create one with `load`, and `close` it or use
+    it in a `with` block; its memory is also freed when nothing refers to it any more.
 
-    Thread-safe: texts of several threads share rounds. A call that finds every slot taken waits in
-    line.
-    queue: how many calls may wait; 0 for none. timeout: seconds that one waits at most; None for as
-    long as it takes. A call that finds the line full, waits too long, or waits for slots that only
-    its own thread's streams hold, raises OutriderError "busy".
+    Thread-safe: requests of several threads share rounds. If all slots are taken, a call waits in
+    a queue.
+    queue: how many calls may wait; 0 for none. timeout: most seconds that a call waits; None for no
+    limit. A call raises OutriderError "busy" if the queue is full, if it waits too long, or if it
+    waits for slots that only streams of its own thread hold.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class TextEngine:
         bits: Bits | None = None,
     ):
         self.manifest, self.tokenizer = manifest, tokenizer
-        self.bits = bits or Bits()  # what a text is promised not to depend on
+        self.bits = bits or Bits()  # what the output is promised not to depend on
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
-        self._turn = threading.RLock()  # who has all slots may close it
+        self._turn = threading.RLock()  # reentrant: a caller in `undisturbed` may close the engine
         self._together = Together()
         self.dropped: deque[ActiveSequence] = deque()
         self._total = Stats(requests=0)
@@ -68,8 +68,8 @@ class TextEngine:
         return self._decoder
 
     def close(self) -> None:
-        """Give the memory back, after the round that may be running. Whoever has a stream open or
-        waits for a slot gets an OutriderError "bundle"."""
+        """Free the memory, after the round that may be running. Open streams and calls that wait
+        for a slot raise OutriderError "bundle"."""
         self.line.close()
         with self._turn:
             self._decoder = None
@@ -86,8 +86,9 @@ class TextEngine:
     def generate(
         self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
     ) -> Result:
-        """The whole text. prompt: text, token ids, or chat messages; None beside a source that says
-        it all. options: `Options`, None for the usual ones. more: fields of them, which win."""
+        """Generate the whole text. prompt: text, token ids, or chat messages; may be None if there
+        is a source. options: `Options`, None for the defaults. more: fields of `Options`, which
+        override `options`."""
         with self.stream(prompt, options, **more) as stream:
             for event in stream:
                 if event.result is not None:
@@ -97,7 +98,8 @@ class TextEngine:
     def stream(
         self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
     ) -> Stream:
-        """The text as it comes, an event a round; see `Stream`. Takes what `generate` takes."""
+        """Generate the text round by round, one event each; see `Stream`. Arguments as for
+        `generate`."""
         return Stream(self, *self.prepare(prompt, _asked(options, more)))
 
     def batch(
@@ -106,17 +108,17 @@ class TextEngine:
         options: Options | None = None,
         **more: Any,
     ) -> Batch:
-        """Run requests in all slots at once, each joining when a slot is free.
+        """Run requests in all slots at once, each starting when a slot is free.
 
-        prompts: with options of their own, whole, or without for those that are given here. They
-        are read one by one, when there is a slot, so there may be any number of them; while the
-        next one is awaited, nothing runs. Yields (index of the prompt, result) in the order in
-        which they finish. What is wrong with one request is its result's `error`, and the others go
-        on; what the engines themselves fail of is raised.
+        prompts: prompts, which use the options given here, or pairs (prompt, `Options`), whose
+        options replace these. They are read one at a time, when a slot is free, so there may be any
+        number of them; nothing runs while the next one is being read. Yields (index of the prompt,
+        result) in the order in which requests finish. An error of one request is stored in its
+        result's `error`, and the others continue; errors of the engines are raised.
         """
         if isinstance(prompts, str | bytes | Mapping):
             raise OutriderError(
-                "prompt", "batch was given one prompt", "Pass a list of prompts, or use generate."
+                "prompt", "batch got a single prompt", "Pass a list of prompts, or use generate."
             )
         return Batch(self, iter(prompts), _asked(options, more))
 
@@ -130,12 +132,12 @@ class TextEngine:
         heard: Heard | None = None,
         **options: Any,
     ) -> Transcription:
-        """What is said in a recording of any length, with a Whisper.
+        """Transcribe a recording of any length with a Whisper model.
 
-        audio: a file, of any rate and channels, or float samples [n] at the model's rate. heard: is
-        called after each window. options: those of `SpeechOptions`, and of `Options` those that
-        sample and draft, and max_new_tokens, of a window. Raises as `generate`, and "prompt" where
-        there is nothing to hear.
+        audio: a file of any sampling rate and number of channels, or float samples [n] at the
+        model's rate. heard: called after each window. options: fields of `SpeechOptions`, the
+        sampling and drafting fields of `Options`, and max_new_tokens, per window. Raises what
+        `generate` raises, and "prompt" for audio that cannot be read.
         """
         options |= {"language": language, "task": task, "timestamps": timestamps}
         return transcribe(self, audio, heard, **options)
@@ -143,25 +145,27 @@ class TextEngine:
     def stats(self) -> dict[str, Any]:
         """Totals over all finished requests: the fields of a result's stats, and `requests`.
 
-        Latencies are means. A round that requests shared counts in full for each of them, so the
+        Latencies are means. A round shared by several requests counts in full for each of them, so
         times add up to more than the wall time; there is no tokens_per_second for that reason.
         """
         totals = self._total.summary()
         del totals["tokens_per_second"]
         return {"requests": self._total.requests, **totals}
 
-    # What goes on in a request: `Stream` and `Batch` call these
+    # The steps of a request, called by `Stream` and `Batch`
 
     def prepare(self, prompt: Prompt | None, options: Options) -> tuple[Request, Transcript]:
-        """Refuse what cannot be run, before anything is run. Raises as `generate`."""
+        """Make the `Request`, and refuse what cannot be run. Raises what `generate` raises."""
         return make_request(self, prompt, options)
 
     def request(self, prompt: Prompt | None, options: Options) -> Request:
-        """What would be run: token ids, and options with their defaults. Raises as `generate`."""
+        """The request as it would be run: token ids, and options with their defaults filled in.
+        Raises what `generate` raises."""
         return self.prepare(prompt, options)[0]
 
     def admit(self, caller: Caller, request: Request) -> ActiveSequence:
-        """The request in a slot, once there is one. Raises "busy", and as `Decoder.admit`."""
+        """Wait for a slot and start the request in it. Raises "busy", and what `Decoder.admit`
+        raises."""
         self.line.take(caller)
         try:
             return self.enter(request)
@@ -170,7 +174,7 @@ class TextEngine:
             raise
 
     def enter(self, request: Request) -> ActiveSequence:
-        """The request in a slot that the caller has taken."""
+        """Start the request in a slot that the caller has already taken."""
         sequence: ActiveSequence | None = None
         try:
             with self._turn:
@@ -183,7 +187,8 @@ class TextEngine:
         return sequence
 
     def round(self, sequences: Collection[ActiveSequence]) -> None:
-        """One round of these, with those of other threads that want one."""
+        """Run one round of these sequences, together with those that other threads are waiting to
+        advance."""
         self._together.round(sequences, self._rounded)
 
     def _rounded(self, wanted: Callable[[], list[ActiveSequence]]) -> None:
@@ -193,7 +198,7 @@ class TextEngine:
                 self.decoder.round(batch)
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
-        """The slot of a sequence that has been dropped is free again."""
+        """Free the slot of a sequence that is already in `dropped`."""
         try:
             self._together.forget(sequence)
             with self._turn:
@@ -202,15 +207,15 @@ class TextEngine:
             self.line.give_back(caller)
 
     def drop(self, caller: Caller, sequences: Collection[ActiveSequence]) -> None:
-        """Nobody refers to a stream any more: its slots are free for whoever comes next.
+        """Free the slots of a stream that nothing refers to any more, at the next opportunity.
 
-        Waits for no lock: the garbage collector runs anywhere, within a round or in the line.
+        Waits for no lock: the garbage collector may run anywhere, in a round or in the queue.
         """
         self.dropped.extend(sequences)
         self.line.drop(caller)
 
     def count(self, result: Result) -> None:
-        """A text is finished."""
+        """Add a finished request to the totals."""
         with self._turn:
             self._total.add(result.stats)
 
@@ -218,8 +223,8 @@ class TextEngine:
 
     @contextmanager
     def exclusive(self, prompt: Sequence[int] = (), source: Source = ()) -> Iterator[Slot]:
-        """A slot while no other call runs, for calling the decoder's engines directly: the one that
-        is best for this prompt and source, see `SlotTable.acquire`."""
+        """Hold a slot while no other call runs, to call the decoder's engines directly. It is the
+        best slot for this prompt and source, see `SlotTable.acquire`."""
         with self.undisturbed(1):
             slot = self.decoder.slots.acquire(prompt, source)
             try:
@@ -229,7 +234,8 @@ class TextEngine:
 
     @contextmanager
     def undisturbed(self, slots: int | None = None) -> Iterator[None]:
-        """While no other call runs. slots: that have to be free, None for all. Raises "busy"."""
+        """Hold slots while no other call runs. slots: how many must be free, None for all. Raises
+        "busy"."""
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         try:
             self.line.take(caller, slots)
@@ -240,7 +246,7 @@ class TextEngine:
             self.line.give_back(caller, None)
 
     def _release(self) -> None:
-        """Give back the slots of what was dropped; in turn alone."""
+        """Release the slots of dropped sequences. The caller must hold `_turn`."""
         while self.dropped:
             try:
                 if self._decoder is not None:

@@ -1,4 +1,4 @@
-"""Slots are few: callers wait for them in order. Knows nothing of engines."""
+"""The queue in which callers wait for slots, in order. Independent of engines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from numbers import Real
 
 from ..files.errors import OutriderError, is_whole
 
-QUEUE, TIMEOUT = 64, 600.0  # callers that wait, and seconds, unless a bundle is loaded with others
-GRACE = 1.0  # seconds without a change until a thread is said to wait for itself
+QUEUE, TIMEOUT = 64, 600.0  # default number of callers that may wait, and seconds
+GRACE = 1.0  # seconds without a change before a thread is considered to wait for itself
 
 
 def check_line(queue: int, timeout: float | None) -> None:
-    """Refuse what is no line. Raises OutriderError "option"."""
+    """Validate the arguments of a `Line`. Raises OutriderError "option"."""
     endless = timeout is None or (isinstance(timeout, Real) and timeout >= 0)
     if not (is_whole(queue) and queue >= 0 and endless):
         raise OutriderError(
             "option",
-            f"queue={queue!r}, timeout={timeout!r}: one of them is out of range",
-            "Use 0 or more callers and seconds; timeout=None waits as long as it takes.",
+            f"queue={queue!r} or timeout={timeout!r} is out of range",
+            "Use 0 or more callers and seconds; timeout=None waits without limit.",
         )
 
 
 class Caller:
-    """Who waits for slots and holds them.
+    """One that waits for slots and holds them, such as a stream.
 
-    threads: that have used it. touches: how often they have.
+    threads: those that have used it. touches: how often they have.
     """
 
     __slots__ = ("cancelled", "threads", "touches")
@@ -39,20 +39,20 @@ class Caller:
         self.cancelled = False
 
     def touch(self) -> None:
-        """The calling thread uses it."""
+        """Record that the calling thread uses it."""
         self.threads.add(threading.get_ident())
         self.touches += 1
 
 
 class Cancelled(Exception):
-    """The caller gave up before it was its turn."""
+    """The caller was cancelled while it waited."""
 
 
 class Line:
-    """First come, first served. Thread-safe.
+    """A queue for slots: first come, first served. Thread-safe.
 
-    slots: how many there are. queue: how many callers may wait; 0 for none. timeout: seconds that
-    one waits at most; None for as long as it takes. Raises OutriderError "option".
+    slots: how many there are. queue: how many callers may wait; 0 for none. timeout: most seconds
+    that a caller waits; None for no limit. Raises OutriderError "option".
     """
 
     def __init__(self, slots: int, queue: int = QUEUE, timeout: float | None = TIMEOUT):
@@ -61,7 +61,8 @@ class Line:
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
         self._dropped: deque[Caller] = deque()
-        self._lock = threading.RLock()  # not by the condition, whose `with` an interrupt may cut
+        # Used instead of `with` on the condition, which an interrupt can break.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
 
@@ -70,32 +71,32 @@ class Line:
         with self._lock:
             while self._dropped:
                 self._held.pop(self._dropped[0], None)
-                self._dropped.popleft()  # last: an interrupt leaves it there
+                self._dropped.popleft()  # last, so that an interrupt loses none
             return self._slots - sum(self._held.values())
 
     def take(self, caller: Caller, slots: int = 1) -> None:
-        """Hold so many slots more, once all who came before have had theirs.
+        """Take `slots` more slots, after all earlier callers have theirs.
 
-        Raises OutriderError "busy": when too many wait already, the slots are held by threads that
-        wait themselves, or the time is over; "bundle" once the line is closed. Raises `Cancelled`
-        where `cancel` came first.
+        Raises OutriderError "busy" if the queue is full, if the slots are held by threads that are
+        waiting themselves, or after the timeout; "bundle" once the line is closed. Raises
+        `Cancelled` if `cancel` is called first.
         """
         caller.touch()
         with self._lock:
             if not self._waiting and self._granted(caller, slots):
                 return
             if len(self._waiting) >= self._queue:
-                many = f", and {self._queue} callers wait already" if self._queue else ""
+                many = f", and {self._queue} callers are already waiting" if self._queue else ""
                 raise self._busy(slots, many, "Try again later")
             self._wait(caller, slots)
 
     def take_if_free(self, caller: Caller) -> bool:
-        """Hold a slot more, if there is one that nobody waits for."""
+        """Take one more slot if one is free and no caller is waiting."""
         with self._lock:
             return not self._waiting and self._granted(caller, 1)
 
     def give_back(self, caller: Caller, slots: int | None = 1) -> None:
-        """slots: None for all that it holds, if any."""
+        """Free slots of this caller. slots: how many; None for all that it holds, if any."""
         with self._lock:
             left = 0 if slots is None else self._held[caller] - slots
             if left:
@@ -105,22 +106,22 @@ class Line:
             self._changed.notify_all()
 
     def drop(self, caller: Caller) -> None:
-        """Nobody refers to this caller any more: what it holds is free. Waits for no lock."""
+        """Free all slots of a caller that nothing refers to any more. Waits for no lock."""
         self._dropped.append(caller)
         if self._lock.acquire(blocking=False):
             try:
-                self._changed.notify_all()  # else who waits sees it within the grace
+                self._changed.notify_all()  # otherwise waiting callers notice within GRACE
             finally:
                 self._lock.release()
 
     def cancel(self, caller: Caller) -> None:
-        """From any thread: this caller waits no longer, now and later."""
+        """Make this caller stop waiting, now and in future calls. From any thread."""
         with self._lock:
             caller.cancelled = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody gets a slot any more, and who waits is told so."""
+        """Grant no more slots, and make waiting callers raise "bundle"."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -132,13 +133,13 @@ class Line:
         try:
             while not ((first := self._first() is caller) and self._granted(caller, slots)):
                 if first and not changed and not collected and touches == self._touches():
-                    # Who is held by nothing but a circle of references, as of a kept traceback,
-                    # would hold its slots until something else allocates much.
+                    # A caller that is kept alive only by a reference cycle, such as that of a
+                    # stored traceback, would hold its slots until the next garbage collection.
                     gc.collect()
                     collected = True
                     continue
                 if not changed and self._stuck():
-                    mine = ", by streams that this thread itself has begun"
+                    mine = ", by streams that this thread itself has started"
                     raise self._busy(slots, mine, "Finish or close them first")
                 left = GRACE if until is None else until - time.monotonic()
                 if left <= 0:
@@ -149,7 +150,7 @@ class Line:
                 self._refuse(caller)
         finally:
             del self._waiting[caller]
-            self._changed.notify_all()  # another one is the first now
+            self._changed.notify_all()  # another caller is first now
 
     def _first(self) -> Caller:
         return next(iter(self._waiting))
@@ -171,7 +172,8 @@ class Line:
         return sum(caller.touches for caller in self._held)
 
     def _stuck(self) -> bool:
-        """Whether this thread waits for itself: all who hold slots are waiting, and it is one."""
+        """Whether this thread waits for itself: every thread that holds slots is waiting, and this
+        is one of them."""
         wanted, _ = self._waiting[self._first()]
         waiting = {thread for _, thread in self._waiting.values()}
         holders = [caller.threads for caller in self._held]

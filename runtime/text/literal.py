@@ -1,8 +1,8 @@
-"""Special tokens that stand in a user's text, read as the text that they are.
+"""Special tokens that occur in a user's text, encoded as ordinary text.
 
-Only those that the checkpoint's template writes control then. The two are told apart by
-noncharacters, which Unicode reserves for such uses: in messages every special token is broken by
-one, and what the rendered template still has whole is the template's own.
+Only those that the checkpoint's template writes are control tokens then. The two are told apart by
+noncharacters, which Unicode reserves for internal use: every special token in a message is broken
+up by one, so that those still whole in the rendered text are the template's own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ALONE = "\ufdd3"  # before a special token of one character, which cannot be br
 
 
 class LiteralTokenizer:
-    """A copy of a tokenizer that knows special tokens only between `_OPEN` and `_CLOSE`."""
+    """A copy of a tokenizer that recognises special tokens only between `_OPEN` and `_CLOSE`."""
 
     def __init__(self, model: tokenizers.Tokenizer):
         self._model = tokenizers.Tokenizer.from_str(_without_pieces(model))
         self._model.encode_special_tokens = True  # as text
-        self._ids: dict[int | None, int] = {}  # tokens between the marks: what they stand for
+        self._ids: dict[int | None, int] = {}  # from ids of marked tokens to the original ids
         names = []
         for number, token in model.get_added_tokens_decoder().items():
             if token.special:
@@ -46,14 +46,14 @@ class LiteralTokenizer:
         self._tails = tuple({name[n:] for name in names for n in range(1, len(name))})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text in which nothing controls. Raises OutriderError "prompt"."""
+        """The token ids of a text without control tokens. Raises OutriderError "prompt"."""
         return self._encode(_checked(text), add_special_tokens)
 
     def broken(self, value: Any) -> Any:
-        """Messages, or a part of them, whose special tokens are broken.
+        """Messages, or a part of them, with their special tokens broken up.
 
-        Those too that a template could put together from the end of one text and the begin of
-        another, trimmed or not.
+        This includes those that a template could assemble from the end of one text and the
+        beginning of another, trimmed or not.
         """
         if isinstance(value, str):
             _checked(value)
@@ -72,7 +72,7 @@ class LiteralTokenizer:
         return value
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The token ids of a template's text, rendered from `broken` messages."""
+        """The token ids of a template's output for messages from `broken`."""
         marked = self._special.sub(lambda found: _OPEN + found[0] + _CLOSE, text)
         plain = marked.replace(_BREAK, "").replace(_ALONE, "")
         return self._encode(plain, add_special_tokens=False)
@@ -83,8 +83,9 @@ class LiteralTokenizer:
 
 
 def _without_pieces(model: tokenizers.Tokenizer) -> str:
-    """As `to_str`; of Unigram without the special tokens among its pieces, as T5's are: it would
-    find them in a text. But one of a single character, or byte, may be all that spells it."""
+    """As `to_str`, but without the special tokens that are pieces of a Unigram model, as in T5,
+    which would match them in text. Single characters and bytes stay: nothing else may spell them.
+    """
     if not isinstance(model.model, tokenizers.models.Unigram):
         return model.to_str()
     said = json.loads(model.to_str())
@@ -108,7 +109,7 @@ def _checked(text: str) -> str:
     if odd := {_OPEN, _CLOSE, _BREAK, _ALONE} & set(text):
         raise OutriderError(
             "prompt",
-            f"the prompt has the noncharacter U+{ord(min(odd)):04X}",
-            "Leave it out; special_tokens=text needs it.",
+            f"the prompt contains the noncharacter U+{ord(min(odd)):04X}",
+            "Leave it out; special_tokens=text reserves it for its own use.",
         )
     return text

@@ -1,4 +1,4 @@
-"""What can be asked of one text: `Options`."""
+"""`Options`: how a request is to be generated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..files.errors import is_whole, out_of_range, refuse_first
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
-# Options without effect where nothing is drafted.
+# Options that have no effect if nothing is drafted.
 OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
 GammaName = Literal["auto", "transformers"]
 Message = Mapping[str, Any]
@@ -27,40 +27,41 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options:
     """How to generate: what `generate`, `stream` and `batch` take, whole or as keyword arguments.
 
-    Fields that stand in no line are those of `SamplingParams`.
+    Fields not described here are those of `SamplingParams`.
 
     min_new_tokens, no_repeat_ngram_size, encoder_no_repeat_ngram_size, bad_words_ids: as in
-        Transformers. None is what the checkpoint's generation config asks for, 0 or an empty list
-        nothing.
-    seed: None draws one, which the result reports. By all rules but "coupled" a seed repeats the
-        text for the same draft and gamma only, and where rounds go by the clock (gamma or fallback
-        "auto") the distribution alone.
-    gamma: draft tokens a round, 0 for plain decoding. None is 4 of a model, 8 of the others. "auto"
-        is what is fastest by measured costs and acceptance, "transformers" the schedule of
-        Transformers.
-    fallback: "auto" goes without drafts while they lose.
-    draft: who proposes tokens. None is what the bundle was built with. "model": its draft model;
-        "chain": the same with lookups as its own draft; "ngram": what followed the same words in
-        prompt and output; "copy": in the prompt alone (both look in a source too); "unigram",
-        "bigram", "skip": tables, of the file that the bundle was loaded with; "random": any token;
-        "none": nobody.
-    draft_temperature: of what the draft is sampled with, None for the target's.
-    draft_threshold: a round drafts no more after a token to which the draft gave a probability
+        Transformers. None takes the value of the checkpoint's generation config; 0 or an empty
+        list turns it off.
+    seed: seed of the random numbers. None draws one, which the result reports. With a rule other
+        than "coupled", a seed reproduces the text only for the same draft and gamma; if rounds
+        depend on timing (gamma or fallback "auto"), it reproduces only the distribution.
+    gamma: draft tokens per round, 0 for plain decoding. None is 4 if the draft is a model, 8
+        otherwise. "auto" picks the fastest number from measured costs and acceptance,
+        "transformers" follows the schedule of Transformers.
+    fallback: "auto" decodes without drafts while they lose time.
+    draft: where draft tokens come from. None is what the bundle was built with. "model": its draft
+        model; "chain": the draft model, with lookups as its own draft; "ngram": what followed the
+        same tokens earlier in prompt or output; "copy": the same, in the prompt only (both also
+        search a source); "unigram", "bigram", "skip": the tables that the bundle was loaded with;
+        "random": uniformly random tokens; "none": plain decoding.
+    draft_temperature: sampling temperature of the draft; None for the target's.
+    draft_threshold: a round stops drafting after a token to which the draft gave a probability
         below this.
-    verify: the rule. "coupled" draws what plain sampling with this seed draws, whatever was
-        drafted, and is also for gamma 0.
-    stop: texts that end the output and are not part of it; stop_token_ids likewise.
-    logprobs: alternatives reported for each token, None for no log-probabilities.
-    chat: whether a plain-text prompt is a user's message for the chat template. None does so where
-        the bundle has one. system: the system message in that case.
-    special_tokens: whether special tokens that are written out in a prompt or message, such as
+    verify: the acceptance rule. "coupled" draws what plain sampling with this seed draws, whatever
+        was drafted; it also applies with gamma 0.
+    stop: strings that end the output; they are not part of its text.
+    stop_token_ids: the same, by token id.
+    logprobs: number of alternatives reported for each token; None for no log-probabilities.
+    chat: whether a plain-text prompt is passed to the chat template as a user message. None does
+        so if the bundle has a template. system: the system message in that case.
+    special_tokens: whether special tokens that are spelled out in a prompt or message, such as
         "</s>", are "control" tokens, as in Transformers, or "text". Those that the chat template
-        writes always control.
-    source: what the encoder of an encoder-decoder reads, as text or token ids, or of a model that
-        transcribes as log-mel features, float32 [bands, frames]. A prompt then is how the output
-        begins, and there need not be one.
-    processors: what forbids tokens by the text before them (`sampling.processors`), from Python
-        alone.
+        writes are always control tokens.
+    source: input of an encoder-decoder's encoder, as text or token ids, or for a model that
+        transcribes as log-mel features, float32 [bands, frames]. The prompt is then optional and
+        begins the output.
+    processors: functions that forbid tokens depending on the text before them
+        (`sampling.processors`); from Python only.
     """
 
     max_new_tokens: int = 256
@@ -95,15 +96,15 @@ class Options:
     processors: Sequence[LogitsProcessor] = ()
 
     def seeded(self) -> Options:
-        """With a seed, drawn where there is none."""
+        """The same options with a seed, drawn at random if there is none."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))
 
     def updated(self, given: Mapping[str, Any]) -> Options:
-        """With what a JSON object says, whose keys are texts. Raises OutriderError "option", for a
-        name that is no option's too."""
+        """A copy with the fields of a JSON object, whose keys are strings. Raises OutriderError
+        "option", also for an unknown name."""
         known = [field.name for field in fields(Options)]
         refuse_first(
-            (name not in known, f"unknown key {name!r}", f"There are {', '.join(known)}.")
+            (name not in known, f"unknown key {name!r}", f"Use one of {', '.join(known)}.")
             for name in given
         )
         changed = replace(self, **given)
@@ -114,12 +115,12 @@ class Options:
         return changed
 
     def sampling(self) -> SamplingParams:
-        """The part that samplers know. Raises OutriderError "option"."""
+        """The `SamplingParams` among these options. Raises OutriderError "option"."""
         names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
         return SamplingParams(**{n: getattr(self, n) for n in names} | {"seed": self.seed or 0})
 
     def plain(self) -> Options:
-        """The same in plain decoding."""
+        """The same options for plain decoding."""
         usual = {name: getattr(Options, name) for name in self._of_drafts()}
         return replace(self, gamma=0, draft=None, **usual)
 
@@ -135,7 +136,7 @@ class Options:
             (drafted and self.draft not in tuple(KINDS), f"draft={self.draft!r} is unknown",
              f"Use {', '.join(KINDS)} or none."),
             ((self.min_new_tokens or 0) > self.max_new_tokens,
-             f"min_new_tokens={self.min_new_tokens} is over max_new_tokens={self.max_new_tokens}",
+             f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
              "Choose 0 <= min_new_tokens <= max_new_tokens."),
             (self.chat is False and self.system is not None,
              "a system message needs the chat template",
@@ -147,7 +148,7 @@ class Options:
             self.check_plain()
 
     def check_plain(self) -> None:
-        """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
+        """Refuse options that affect only drafts. Raises OutriderError "option"."""
         refuse_first(
             (True, f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
              f"Leave {name} out, or use a draft.")
@@ -155,8 +156,8 @@ class Options:
         )  # fmt: skip
 
     def _of_drafts(self) -> list[str]:
-        """What was chosen and is of drafts alone. The coupled rule is also how a plain text is
-        drawn."""
+        """The options in use that only affect drafts. The coupled rule also affects plain
+        decoding."""
         return [
             name
             for name in OF_DRAFTS
@@ -187,10 +188,10 @@ def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
 
 _NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
 _FLAG = (lambda value: isinstance(value, bool | np.bool_), "True or False")
-_FROM_0 = (_whole(0), "a whole number from 0 up")
-# What `SamplingParams` does not check; None fits where it is the default.
+_FROM_0 = (_whole(0), "an integer >= 0")
+# Fields that `SamplingParams` does not check. None is legal where it is the default.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (_whole(1), "a whole number from 1 up"),
+    "max_new_tokens": (_whole(1), "an integer >= 1"),
     "min_new_tokens": _FROM_0,
     "no_repeat_ngram_size": _FROM_0,
     "encoder_no_repeat_ngram_size": _FROM_0,
@@ -201,24 +202,24 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": _FROM_0,
     "gamma": (
         lambda value: _whole(0)(value) or (isinstance(value, str) and value in get_args(GammaName)),
-        "a whole number from 0 up, auto or transformers",
+        "an integer >= 0, auto or transformers",
     ),
     "fallback": _one_of("auto", "off"),
     "draft_temperature": _NUMBER,
     "draft_threshold": _NUMBER,
     "stop": (
         lambda value: _list([value] if _is_text(value) else value, lambda t: t and _is_text(t)),
-        "a text or a list of texts, none of them empty",
+        "a string or a list of strings, none of them empty",
     ),
     "stop_token_ids": (lambda value: _list(value, _whole(0)), "a list of token ids"),
     "ignore_eos": _FLAG,
     "logprobs": _FROM_0,
     "chat": _FLAG,
-    "system": (_is_text, "a text"),
+    "system": (_is_text, "a string"),
     "special_tokens": _one_of("control", "text"),
     "source": (
         lambda value: isinstance(value, str | np.ndarray) or _list(value, _whole(0)),
-        "a text, a list of token ids or an array of features",
+        "a string, a list of token ids or an array of features",
     ),
     "processors": (lambda value: _list(value, callable), "a list of functions"),
 }

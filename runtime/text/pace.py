@@ -1,6 +1,6 @@
-"""Text at an even pace: what a round brings at once, shown token by token until the next round.
+"""Text at an even pace: a round's text is shown token by token until the next round.
 
-A thread of its own shows it, so decoding does not wait; the last round's text follows at once.
+A separate thread shows it, so decoding does not wait; the last round's text is shown at once.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
-FOLLOW = 0.3  # what the latest interval between rounds counts in the expected one
-LONGEST = 0.5  # seconds; a round that takes longer is not waited for
+FOLLOW = 0.3  # weight of the latest interval between rounds in the moving average
+LONGEST = 0.5  # most seconds over which a round's text is spread
 
 
 class Smooth:
     """A context manager around `write`, which is called from another thread.
 
-    Each piece of a round comes an equal part of the expected interval between rounds after the one
-    before; where more than a round is waiting, faster. What `write` raises is raised by `show`, or
-    on leaving.
+    The pieces of a round are spread evenly over the expected interval between rounds, or written
+    faster if more than one round is waiting. What `write` raises is raised by `show`, or on exit.
     """
 
     def __init__(self, write: Callable[[str], None]):
@@ -42,7 +41,7 @@ class Smooth:
             raise self._failure
 
     def show(self, pieces: Sequence[str]) -> None:
-        """The text of a round."""
+        """Queue the text of a round."""
         if self._failure is not None:
             raise self._failure
         now = time.monotonic()
@@ -60,6 +59,6 @@ class Smooth:
                 self._write(piece)
                 until = time.monotonic() + pause
                 while not self._hurry and (left := until - time.monotonic()) > 0:
-                    time.sleep(min(left, 0.02))  # and see whether the text is over
+                    time.sleep(min(left, 0.02))  # short, to notice the end of the text
         except BaseException as error:  # noqa: BLE001 - it is raised in the other thread
             self._failure = error

@@ -1,4 +1,4 @@
-"""What is asked of one text, as a `Request`: ids or features that are read, rules, who drafts."""
+"""Builds the `Request` for a prompt and `Options`: ids or features to read, rules, the draft."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def make_request(
     if params.verify == "coupled" and engine.bits.forgone:
         raise OutriderError(
             "option",
-            "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
+            "verify=coupled promises the same text for every gamma, which plain_width=1 rules out",
             "Leave one of them out.",
         )
     _check_ids(options, params, decoder.vocab_size)
     source = read_source(options, pair, tokenizer)
     ids = _prompt_ids(prompt, options, pair, tokenizer)
-    check_ids(ids, decoder.target.vocab_size)  # before the text side, which looks them up
+    check_ids(ids, decoder.target.vocab_size)  # before the tokenizer looks them up
     min_new_tokens, processors = rules_of(options, pair, ids, source)
     transcript = Transcript(tokenizer, ids, params.seed, options)
     request = Request(
@@ -80,11 +80,11 @@ def make_request(
     return request, transcript
 
 
-# Who drafts
+# The draft
 
 
 def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]:
-    """Who proposes, and how many tokens a round. Raises "option"."""
+    """The kind of draft, and gamma. Raises "option"."""
     kind, gamma = options.draft, options.gamma
     if isinstance(gamma, str):
         gamma = decoder.max_gamma
@@ -108,7 +108,7 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
         return "model", int(gamma or 0)
     if gamma is None:
         gamma = min(KINDS[kind].usual_gamma, decoder.max_gamma)
-    return kind, int(gamma)  # NumPy's too
+    return kind, int(gamma)  # may be a NumPy integer
 
 
 def _policy(
@@ -122,7 +122,7 @@ def _policy(
     return make_policy(named, decoder.costs[draft], most, fallback=fallback, settings=settings)
 
 
-# What is read
+# The prompt and the source
 
 
 def _check_ids(options: Options, params: SamplingParams, width: int) -> None:
@@ -144,11 +144,11 @@ def _check_ids(options: Options, params: SamplingParams, width: int) -> None:
 def _prompt_ids(
     prompt: Prompt | None, options: Options, pair: Pair, tokenizer: Tokenizer
 ) -> list[int]:
-    """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An
-    encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers;
-    that of a model that transcribes is taken as it is.
+    """The token ids of a prompt: text as it is or through the chat template, messages, or ids.
 
-    Raises OutriderError "prompt" or "option".
+    As in Transformers, every prompt of an encoder-decoder begins with the decoder's start token,
+    except that the ids for a model that transcribes are taken as they are. Raises OutriderError
+    "prompt" or "option".
     """
     start = pair.start_ids
     if start is None:
@@ -175,7 +175,7 @@ def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer)
                 "Put it into the prompt itself, or use a checkpoint with a chat template.",
             )
         if not chat:
-            # What a tokenizer puts around a text is around a source; a prompt goes on.
+            # Of an encoder-decoder, the source gets the tokens that go around a text.
             return tokenizer.encode(
                 prompt, add_special_tokens=start is None, special_tokens=special
             )
@@ -187,10 +187,10 @@ def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer)
             messages.insert(0, {"role": "system", "content": options.system})
         return tokenizer.encode_chat(messages, special_tokens=special)
     if not items and start is None:
-        return []  # nobody knows of what: it is refused as empty, whatever else was asked
+        return []  # messages or ids: refused as empty in either case
     refuse_first(
         (getattr(options, name) != getattr(Options, name),
-         f"{name} has no meaning where the prompt is token ids",
+         f"{name} has no meaning for a prompt of token ids",
          "Give the prompt as text or as messages.")
         for name in ("system", "special_tokens")
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer)
 
 
 def _items(prompt: Any) -> list[Any]:
-    """Messages, or token ids. Raises OutriderError "prompt" for what is neither."""
+    """A list of messages or token ids. Raises OutriderError "prompt" for anything else."""
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
         items = list(prompt)
         if all(isinstance(item, Mapping) for item in items):
@@ -214,7 +214,7 @@ def _items(prompt: Any) -> list[Any]:
 
 
 def _second(prompt: Prompt | None, pair: Pair) -> list[int]:
-    """`Request.second`: the languages, where the model is to find out which."""
+    """`Request.second`: the language tokens, if the model is to detect the language."""
     audio = pair.audio
     if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
         return []
@@ -222,7 +222,8 @@ def _second(prompt: Prompt | None, pair: Pair) -> list[int]:
 
 
 def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
-    """No ids for decoder-only models. Raises OutriderError "prompt" or "option"."""
+    """The source as token ids or features; empty for decoder-only models. Raises OutriderError
+    "prompt" or "option"."""
     source, architecture = options.source, pair.target.architecture
     if pair.start_ids is None:
         if source is None:
@@ -234,10 +235,10 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
         )
     refuse_first([
         (options.chat or options.system is not None,
-         f"chat templates are of decoder-only models, and the target is a {architecture}",
+         f"chat templates are for decoder-only models, and the target is a {architecture}",
          "Leave chat and system out."),
         (options.encoder_no_repeat_ngram_size and pair.target.reads,
-         "encoder_no_repeat_ngram_size is of sources that are tokens, and the target reads "
+         "encoder_no_repeat_ngram_size applies to a source of tokens, and the target reads "
          "features", "Leave it out."),
     ])  # fmt: skip
     if pair.target.reads is not None:
@@ -247,14 +248,14 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
     if source is None or len(source) == 0:
         raise OutriderError(
             "prompt",
-            f"there is no source, which the target, a {architecture}, reads",
-            "Give it one: source=..., on the command line --source TEXT.",
+            f"there is no source, and the target, a {architecture}, needs one",
+            "Pass source=..., or --source TEXT on the command line.",
         )
     if isinstance(source, np.ndarray) and (source.ndim != 1 or source.dtype.kind not in "iu"):
         raise OutriderError(
             "prompt",
             f"the source is {_shown(source)}, and the target, a {architecture}, reads text",
-            "Give it text or token ids, or use a bundle of a model that transcribes.",
+            "Pass text or token ids, or use a bundle of a model that transcribes.",
         )
     return [index(token) for token in source]
 
@@ -262,8 +263,8 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
 def rules_of(
     options: Options, pair: Pair, prompt: Sequence[int], source: Source
 ) -> tuple[int, tuple[LogitsProcessor, ...]]:
-    """The least new tokens of a text, and its logits processors: what the options ask for, and
-    where they do not say, the target's generation config."""
+    """The minimum number of new tokens, and the logits processors, from the options, or for options
+    not given from the target's generation config."""
     own, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
     asked = {
         name: getattr(own, name) if (value := getattr(options, name)) is None else value
@@ -275,13 +276,13 @@ def rules_of(
     if size := asked["encoder_no_repeat_ngram_size"]:
         # A decoder-only model's source is its prompt, as in Transformers.
         found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
-    # As in Transformers, the end of the text is no bad word.
+    # As in Transformers, end-of-text is never a bad word.
     words = () if asked["bad_words_ids"] is None else asked["bad_words_ids"]
     if words := [list(w) for w in words if list(w) not in [[end] for end in ends]]:
         found.append(BadWords(words))
     least = options.min_new_tokens
     if least is None:
-        # As in Transformers, to which what it forces behind the start is new already.
+        # As in Transformers, which counts the tokens forced after the start token as new.
         forced = len(prompt) - 1 if audio is None and list(prompt) == pair.start_ids else 0
         counted = len(prompt) if own.min_new_tokens is None else forced
         least = max(0, (own.min_new_tokens or own.min_length or 0) - counted)
@@ -302,20 +303,21 @@ def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
         raise OutriderError(
             "prompt",
             f"there is no source: {reads}",
-            "Transcribe a recording, on the command line --audio FILE, or give source=array.",
+            "Transcribe a recording (--audio FILE on the command line), or pass source=array.",
         )
     if not isinstance(source, np.ndarray):
         what = "text" if isinstance(source, str) else "token ids"
         raise OutriderError(
             "prompt",
             f"the source is {what}, and {reads}",
-            "Transcribe a recording, --audio FILE, or use a bundle of a model that reads text.",
+            "Transcribe a recording (--audio FILE), or use a bundle of a model that reads text.",
         )
     if source.dtype != np.float32 or source.shape != shape:
         raise OutriderError(
             "prompt",
             f"the source is {_shown(source)}, and {reads}",
-            f"Make them of {wanted.n_samples:,} samples at {wanted.sampling_rate:,} Hz, padded.",
+            f"Compute them from {wanted.n_samples:,} samples at {wanted.sampling_rate:,} Hz, "
+            "padded.",
         )
     if not np.isfinite(source).all():
         raise OutriderError(

@@ -1,4 +1,4 @@
-"""What comes out of a request: its text round by round, and the whole of it."""
+"""The output of a request: its text round by round (`Event`), and the whole (`Result`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .tokenizer import Detokenizer, StopStrings, Tokenizer
 
 @dataclass(frozen=True)
 class Result:
-    """A finished text.
+    """A finished request.
 
     finish_reason: "eos", "stop" (see stopped_by), "length" (max_new_tokens), "context" (the
-    bundle's max_len) or, of a batch, "error". tokens: ids with origin and log-probabilities.
-    token_ids includes the token that ended the text (end-of-text, or the one that completed a stop
-    string). error: why a request of a batch was refused or failed; text and tokens are what there
-    was by then.
+    bundle's max_len) or, in a batch, "error". stopped_by: the stop string, or the id of the stop
+    token, that ended the text. tokens: ids with origin and log-probabilities. token_ids includes
+    the token that ended the text (end-of-text, or the one that completed a stop string). error: why
+    a request of a batch was refused or failed; text and tokens are those generated until then.
     """
 
     text: str
@@ -42,8 +42,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """What one round added. text: sum of pieces, each (text, origin of its token); text that may
-    still become a stop string or half a character comes with a later event. result: on the last."""
+    """The output of one round. pieces: (text, origin of its token) each; text: their
+    concatenation. Text that may still become a stop string, and incomplete characters, come with a
+    later event. result: set on the last event."""
 
     pieces: tuple[tuple[str, str], ...]
     tokens: tuple[Token, ...]
@@ -62,19 +63,19 @@ class Transcript:
     """The text side of one request: detokenization and stop strings, token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], seed: int, options: Options):
-        # A special token has no text in which it could be found: it is a stop by its id.
+        # Special tokens do not appear in the text, so they are matched by id.
         stops = [options.stop] if isinstance(options.stop, str) else options.stop
         self._special = {i: t for t in stops if (i := tokenizer.special_id(t)) is not None}
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings([t for t in stops if t not in self._special.values()])
         self._stop_ids = frozenset(options.stop_token_ids)
         self._pieces: list[str] = []  # one for each token pushed since the last event
-        self._told = 0  # tokens, by events
+        self._told = 0  # tokens reported in events
         self.seed, self.text = seed, ""
         self.stopped_by: str | int | None = None
 
     def push(self, token: int) -> str | None:
-        """`Request.stop`: a finish reason when the text ends after this token."""
+        """`Request.stop`: a finish reason if the text ends after this token."""
         if token in self._stop_ids or token in self._special:
             self.stopped_by = self._special.get(token, token)
             return "stop"
@@ -86,10 +87,10 @@ class Transcript:
         return "stop"
 
     def event(self, sequence: ActiveSequence) -> Event:
-        """The event of the tokens since the last one, with the result if they were the last."""
+        """The event for the tokens since the last one, with the result if the text has ended."""
         new = sequence.output[self._told :]
         self._told += len(new)
-        # A token that ends the text unsaid (end-of-text, a stop id) comes last and has no piece.
+        # A token that ends the text and is not shown (end-of-text, a stop id) has no piece.
         pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
         self._pieces.clear()
         ended = sequence.finish_reason
@@ -106,7 +107,7 @@ class Transcript:
         return Result(self.text, tokens, reason, self.stopped_by, self.seed, stats, error)
 
     def _flush(self) -> str:
-        """What was held back, when the text ended otherwise than by a stop string in it."""
+        """The text held back, if the text ended other than by a stop string in it."""
         if isinstance(self.stopped_by, str) and self.stopped_by not in self._special.values():
             return ""
         piece, match = self._stops.push(self._detokenizer.flush())

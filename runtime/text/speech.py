@@ -1,4 +1,4 @@
-"""A recording through a text engine: what `TextEngine.transcribe` does."""
+"""Transcribes a recording with a text engine; implements `TextEngine.transcribe`."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .requests import read_source
 if TYPE_CHECKING:
     from .engine import TextEngine
 
-# What a transcription decides by itself, of the options of a text.
+# Fields of `Options` that a transcription sets itself.
 DECIDED = (
     "source", "processors", "chat", "system", "special_tokens", "min_new_tokens", "stop",
     "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
-# After each window: seconds that are said, of so many, and the segments that are new.
+# Called after each window with the seconds transcribed, the duration, and the new segments.
 Heard = Callable[[float, float, Sequence[Segment]], None]
 
 
 @dataclass(frozen=True)
 class Transcription:
-    """What was said in a recording.
+    """The transcription of a recording.
 
-    text: all of it. segments: its parts in order; one where there are no timestamps. language: its
-    code, as it was given or detected; None of a model that knows English alone. duration: seconds.
-    windows: how many were decoded. stats: of all of them together.
+    text: the whole text. segments: its parts in order; a single one without timestamps. language:
+    the code given or detected; None for an English-only model. duration: seconds. windows: how
+    many were decoded. stats: totals over all windows.
     """
 
     text: str
@@ -59,14 +59,14 @@ def transcribe(
     max_new_tokens: int | None = None,
     **options: Any,
 ) -> Transcription:
-    """See `TextEngine.transcribe`. max_new_tokens: None for all that fit."""
+    """See `TextEngine.transcribe`. max_new_tokens: None for as many as fit."""
     pair = engine.manifest.pair
     facts, features = pair.audio, pair.target.reads
     if facts is None or features is None:
         raise OutriderError(
             "option",
             f"the target is a {pair.target.architecture}, which reads no audio",
-            "Use a bundle of Whisper.",
+            "Use a Whisper bundle.",
         )
     refuse_first(
         (name in options, f"{name} has no meaning for a transcription", "Leave it out.")
@@ -78,13 +78,13 @@ def transcribe(
     room = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
     usual = Options(**options, max_new_tokens=room).seeded()
     window = np.zeros((features.feature_size, features.frames), np.float32)
-    for temperature in speech.temperatures:  # the later ones may never be reached
+    for temperature in speech.temperatures:  # check all: later ones may never be reached
         asked = replace(usual, source=window, temperature=temperature)
         engine.prepare([facts.decoder_start_token_id], asked)
     stats = Stats(requests=0)
 
     def room_after(prompt: int) -> int:
-        """New tokens. The checkpoint's `max_length` is without the prompt, as in Transformers."""
+        """Most new tokens. As in Transformers, `max_length` excludes the prompt."""
         left = pair.max_len - prompt
         if max_new_tokens is not None:
             return min(max_new_tokens, left)
@@ -101,7 +101,7 @@ def transcribe(
         asked = replace(
             usual, source=window, processors=processors, temperature=temperature,
             logprobs=0 if logprobs else None, max_new_tokens=room_after(len(prompt)),
-            # No two windows, and no two attempts at one, have the same random numbers.
+            # Each window, and each attempt at one, has its own random numbers.
             seed=((usual.seed or 0) + stats.requests) % 2**64,
         )  # fmt: skip
         result = engine.generate(prompt, asked)
@@ -112,7 +112,7 @@ def transcribe(
         source = read_source(Options(source=window), pair, engine.tokenizer)
         with engine.exclusive(prompt, source) as slot:
             target = engine.decoder.target
-            target.encode(slot.index, source)  # who says something of it finds it there
+            target.encode(slot.index, source)  # kept for `say`, which reads the same window
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
 
     listener = Listener(

@@ -1,4 +1,4 @@
-"""Requests on their way: one text as it comes, and many that share the slots."""
+"""Running requests: `Stream`, one text as it comes, and `Batch`, many that share the slots."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Item = TypeVar("Item")
 
 
 class Running(ABC, Generic[Item]):
-    """An iterator that holds slots while it has something to say.
+    """An iterator that holds slots until it is exhausted.
 
-    They are given back at its end, by `close`, at the end of a `with` block, or when nothing refers
-    to it any more. Thread-safe: threads that iterate over it take turns.
+    It frees them at its end, on `close`, on exit from a `with` block, or when nothing refers to it
+    any more. Thread-safe: threads that iterate over it take turns.
     """
 
-    _ended = True  # until it has begun
+    _ended = True  # until __init__ is done
 
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
-        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # in its slots
+        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those in slots
         self._advancing = threading.Lock()
         self._ended = False
 
@@ -58,8 +58,8 @@ class Running(ABC, Generic[Item]):
                 self.close()
 
     def close(self) -> None:
-        """End it, from any thread. Its slots are free then; where another thread is in a round of
-        it, as soon as that round is over, and that thread's iteration ends."""
+        """End the iteration, from any thread, and free its slots. If another thread is in a round
+        of it, the slots are freed when that round is over, and that thread's iteration ends."""
         self._engine.line.cancel(self._caller)
         if self._advancing.acquire(blocking=False):
             try:
@@ -71,17 +71,17 @@ class Running(ABC, Generic[Item]):
         if not self._ended:
             for sequence in list(self._sequences):
                 self._leave(sequence)
-            self._engine.line.give_back(self._caller, None)  # what an interrupt kept it from
+            self._engine.line.give_back(self._caller, None)  # the rest, after an interrupt
             self._ended = True
 
     def _leave(self, sequence: ActiveSequence) -> None:
         del self._sequences[sequence]
-        self._engine.dropped.append(sequence)  # at once: an interrupt leaves it to who comes next
+        self._engine.dropped.append(sequence)  # first: after an interrupt, the next call frees it
         self._engine.leave(self._caller, sequence)
 
     @abstractmethod
     def _advance(self) -> Item:
-        """The next thing to say. Raises StopIteration where there is none."""
+        """The next item. Raises StopIteration at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -98,9 +98,10 @@ class Running(ABC, Generic[Item]):
 
 
 class Stream(Running[Event]):
-    """A text as it comes: an event a round, the last of them with the result.
+    """A text as it comes: one event per round, the last of which has the result.
 
-    The slot is taken with the first event. result: None until then, and where it was closed.
+    The slot is taken with the first event. result: None until the last event, and if the stream was
+    closed before it.
     """
 
     def __init__(self, engine: TextEngine, request: Request, transcript: Transcript):
@@ -110,7 +111,7 @@ class Stream(Running[Event]):
 
     @property
     def text(self) -> str:
-        """Of all events until now."""
+        """The text of all events so far."""
         return self._transcript.text
 
     def _advance(self) -> Event:
@@ -131,17 +132,17 @@ class Stream(Running[Event]):
 
 
 class Batch(Running[tuple[int, Result]]):
-    """Texts of many prompts: (index of the prompt, result) in the order in which they finish."""
+    """Results of many prompts: (index of the prompt, result) in the order in which they finish."""
 
     def __init__(self, engine: TextEngine, prompts: Iterator[Any], usual: Options):
         super().__init__(engine)
         self._source, self._usual = enumerate(prompts), usual
         self._finished: deque[tuple[int, Result]] = deque()
-        self._read = False  # whether all prompts have been
+        self._read = False  # whether all prompts have been read
 
     def _advance(self) -> tuple[int, Result]:
         while not self._finished:
-            if self._caller.cancelled:  # in the round before
+            if self._caller.cancelled:  # during the previous round
                 raise Cancelled
             while not self._read and self._slot():
                 self._join()
@@ -154,7 +155,7 @@ class Batch(Running[tuple[int, Result]]):
         return self._finished.popleft()
 
     def _slot(self) -> bool:
-        """Whether there is one more. Without any, it is waited for in line."""
+        """Whether a slot was taken for the next prompt. A batch that holds none waits for one."""
         line = self._engine.line
         if self._sequences:
             return line.take_if_free(self._caller)
@@ -162,7 +163,7 @@ class Batch(Running[tuple[int, Result]]):
         return True
 
     def _join(self) -> None:
-        """The next prompt, in a slot that has been taken for it."""
+        """Start the next prompt in the slot that has been taken for it."""
         with ExitStack() as refused:
             refused.callback(self._engine.line.give_back, self._caller)
             if (following := next(self._source, None)) is None:

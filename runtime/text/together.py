@@ -1,4 +1,4 @@
-"""Rounds that threads share: who wants one while another runs joins the next."""
+"""Rounds shared by threads: a request for a round made while another one runs joins the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..sequence import ActiveSequence
 
 Run = Callable[[Callable[[], list[ActiveSequence]]], None]
-PATIENCE = 0.1  # of the last round's time, for which those that took part in it are awaited
+PATIENCE = 0.1  # how long to wait for the last round's participants, as a share of its duration
 
 
 @dataclass(eq=False)
@@ -22,43 +22,46 @@ class _Asked:
 
 
 class Together:
-    """One thread runs a round for all that have asked by then; the others wait for it.
+    """One thread runs a round for all threads that have asked by then; the others wait for it.
 
-    A round of two costs little more than a round of one. So whoever took part in the last round is
-    awaited for a moment, since most come back at once. Who does not is not awaited again before it
-    asks.
+    A round of two sequences costs little more than a round of one. So the next round waits a moment
+    for the sequences of the last one, most of which come back at once. One that does not is not
+    waited for again until it asks.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # not by the condition, whose `with` an interrupt may cut
+        # Used instead of `with` on the condition, which an interrupt can break.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[_Asked] = []
-        self._runner: _Asked | None = None  # whose thread runs the round of those that are chosen
+        self._runner: _Asked | None = None  # whose thread runs the round of `_chosen`
         self._chosen: list[_Asked] = []
-        self._last: set[ActiveSequence] = set()  # who took part in the last round, and may again
-        self._seconds = 0.0  # of the last round
+        self._last: set[ActiveSequence] = set()  # unfinished participants of the last round
+        self._seconds = 0.0  # duration of the last round
 
     def round(self, sequences: Collection[ActiveSequence], run: Run) -> None:
-        """One round of these, and of those of others. run: a round, of sequences that it asks for
-        once nobody can release any of them. Raises what the round raises, to all of them."""
+        """One round of these sequences and those of other threads. run: runs a round; it must call
+        its argument for the sequences, once no thread can release any of them. Raises what the
+        round raises, in every thread that takes part."""
         asked = _Asked(list(sequences))
         try:
             if self._join(asked):
                 self._serve(run)
-        except BaseException:  # an interrupt, wherever it came: nobody wants this round any more
+        except BaseException:  # an interrupt, wherever it came: this thread wants no round any more
             self._withdraw(asked)
             raise
         if asked.error is not None:
             raise asked.error
 
     def forget(self, sequence: ActiveSequence) -> None:
-        """The sequence has left: nobody awaits it."""
+        """Stop waiting for a sequence that has left."""
         with self._lock:
             self._last.discard(sequence)
             self._changed.notify_all()
 
     def _join(self, asked: _Asked) -> bool:
-        """Wait for a round of another thread, or be the one who runs the next: whether it is."""
+        """Wait for a round of another thread, or become the thread that runs the next one. Returns
+        True in the latter case."""
         with self._lock:
             self._waiting.append(asked)
             self._changed.notify_all()
@@ -72,7 +75,7 @@ class Together:
             return True
 
     def _gather(self) -> None:
-        """Those of the last round are awaited."""
+        """Wait for the sequences of the last round."""
         until = time.perf_counter() + PATIENCE * self._seconds
         while self._last - {x for asked in self._waiting for x in asked.sequences}:
             left = until - time.perf_counter()
@@ -82,14 +85,14 @@ class Together:
     def _serve(self, run: Run) -> None:
         def wanted() -> list[ActiveSequence]:
             asking = [x for asked in self._chosen if not asked.withdrawn for x in asked.sequences]
-            # An interrupt may have come when the round was over and nobody had been told.
+            # An interrupt may have come after a round ended and before its threads were notified.
             took_part.extend(x for x in asking if x.finish_reason is None)
             return took_part
 
         begin, error, took_part = time.perf_counter(), None, list[ActiveSequence]()
         try:
             run(wanted)
-        except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
+        except Exception as failed:  # noqa: BLE001 - any error is raised in all participants
             error = failed
         with self._lock:
             for asked in self._chosen:
@@ -100,7 +103,7 @@ class Together:
             self._changed.notify_all()
 
     def _withdraw(self, asked: _Asked) -> None:
-        """Take no part in a round; the others of one that this thread runs try again without it."""
+        """Leave the round. If this thread was to run it, the others try again without it."""
         with self._lock:
             asked.withdrawn = True
             if self._runner is asked:

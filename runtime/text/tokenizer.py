@@ -1,8 +1,7 @@
 """Text on both sides of the engine: prompts become token ids, token ids become streamed text.
 
-Nothing here knows models, slots or rounds. Text is a function of the ids alone: it does not depend
-on how a round split them. A stream is `Tokenizer` -> `Detokenizer` -> `StopStrings`, one token at
-a time.
+Nothing here depends on models, slots or rounds. Text is a function of the ids alone, however rounds
+split them. A stream is `Tokenizer` -> `Detokenizer` -> `StopStrings`, one token at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
 class Tokenizer:
     """The checkpoint's own tokenizer and chat template.
 
-    path: `tokenizer.json`. chat_template: Jinja source, None where the checkpoint has none.
-    special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
-    Raises OutriderError "bundle" when the file cannot be read.
+    path: `tokenizer.json`. chat_template: Jinja source; None if the checkpoint has none.
+    special_tokens: strings by role (`bos_token`, `eos_token`, ...), as the template names them.
+    Raises OutriderError "bundle" if the file cannot be read.
     """
 
     def __init__(
@@ -50,9 +49,11 @@ class Tokenizer:
             self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise OutriderError(
-                "bundle", f"cannot read the tokenizer {path}: {first_line(error)}", "Build it again"
+                "bundle",
+                f"cannot read the tokenizer {path}: {first_line(error)}",
+                "Build the bundle again",
             ) from None
-        # A saved file may carry the padding and truncation of the training run.
+        # A saved file may include the padding and truncation of the training run.
         self._model.no_truncation()
         self._model.no_padding()
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
@@ -73,9 +74,9 @@ class Tokenizer:
         """The token ids of a prompt.
 
         add_special_tokens: also add those that the checkpoint puts around every text.
-        special_tokens: "control" makes ids of those that are written out in the text, as
-        Transformers does; "text" takes them as text. Raises OutriderError "prompt" where the text
-        is not valid Unicode (lone surrogates).
+        special_tokens: "control" recognises those spelled out in the text, as Transformers does;
+        "text" encodes them as ordinary text. Raises OutriderError "prompt" if the text is not valid
+        Unicode (lone surrogates).
         """
         _check_unicode(text)
         if special_tokens == "text":
@@ -85,8 +86,9 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, special_tokens: str = "control"
     ) -> list[int]:
-        """The token ids of a conversation's prompt. special_tokens: of the messages; those of the
-        chat template always control. Raises OutriderError: `prompt`."""
+        """The token ids of a conversation's prompt. special_tokens: how to treat those in the
+        messages; those of the chat template are always control tokens. Raises OutriderError
+        "prompt"."""
         if special_tokens == "control":
             return self.encode(self.render_chat(messages), add_special_tokens=False)
         rendered = self.render_chat(self._literal.broken(messages))
@@ -98,16 +100,17 @@ class Tokenizer:
         return LiteralTokenizer(self._model)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that name no token (a padded vocabulary's) are empty.
+        """The text of token ids; ids without a token (of a padded vocabulary) give no text.
 
-        Equal to Transformers' `decode`, with one exception. Where byte-fallback tokens hold
-        characters and then an invalid byte, Transformers destroys the characters as well, so that a
-        newline already shown would be taken back. Here, as in SentencePiece, they stay.
+        Equal to Transformers' `decode`, with one exception. If byte-fallback tokens spell
+        characters and then an invalid byte, Transformers drops the characters as well, so that a
+        newline already shown would be retracted. Here, as in SentencePiece, they stay.
         """
         return self.join([p for i in ids if (p := self.piece(i, skip_special_tokens)) is not None])
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token by its text; those are left out of decoded text."""
+        """The id of the special token with this text, which is left out of decoded text; None if
+        there is no such token."""
         return self._model.token_to_id(text) if text in self._skipped else None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -119,12 +122,12 @@ class Tokenizer:
         return self._chat.render(messages)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
-        """The vocabulary's spelling of one token; None if it is not part of the text."""
+        """The vocabulary's spelling of a token; None if it gives no text."""
         piece = self._model.id_to_token(token)
         return None if skip_special_tokens and piece in self._skipped else piece
 
     def join(self, pieces: list[str]) -> str:
-        """The text of pieces. A longer list only changes the last `undecided` characters."""
+        """The text of pieces. Appending pieces changes only the last `undecided` characters."""
         if self._byte_fallback and any(map(_is_byte, pieces)):
             pieces = _isolate_invalid_bytes(pieces)
         return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
@@ -132,8 +135,8 @@ class Tokenizer:
     def undecided(self, pieces: list[str]) -> int:
         """How many characters at the end of `join(pieces)` the next piece may still change.
 
-        They are U+FFFD, for at most 3 bytes that begin a character: one for all of them with a
-        byte-level vocabulary, one for each with byte fallback.
+        They are U+FFFD, standing for at most 3 bytes that begin a character: one for all of them
+        with a byte-level vocabulary, one for each with byte fallback.
         """
         tail = pieces[-3:]  # of at least one byte each
         if self._byte_level:
@@ -146,18 +149,18 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Incremental text of one request: never half a character, nothing taken back.
+    """Incremental text of one request: never half a character, and nothing is retracted.
 
-    The pieces of `push` and `flush` concatenate to exactly what `decode(prompt_ids + ids)` has
-    beyond the text of the prompt; without `prompt_ids`, to `decode(ids)`. Pass the prompt: then
-    prompt + text reads on naturally, as in Transformers' text-generation pipeline, where decoding
-    the new ids alone would lose the leading space with SentencePiece vocabularies.
+    The pieces from `push` and `flush` concatenate to exactly what `decode(prompt_ids + ids)` adds
+    to the text of the prompt; without `prompt_ids`, to `decode(ids)`. Pass the prompt so that
+    prompt + text reads naturally, as in Transformers' text-generation pipeline: with SentencePiece
+    vocabularies, decoding the new ids alone would lose the leading space.
 
-    A token costs the decoding of at most `_WINDOW` tokens, however long the text.
+    Each token costs the decoding of at most `_WINDOW` tokens, however long the text is.
     """
 
-    # Tokens before the newest that are decoded with it. One decides on the leading space, and three
-    # bytes on how UTF-8 reads on.
+    # Tokens before the newest that are decoded with it. One determines the leading space, and three
+    # bytes how UTF-8 continues.
     _CONTEXT = 4
     _WINDOW = 12
 
@@ -174,20 +177,20 @@ class Detokenizer:
         if piece is None:
             return ""
         if len(self._window) == self._WINDOW:
-            # Both windows end in the same bytes, so they read on alike, wherever they begin.
+            # Both windows end in the same bytes, so they continue alike, wherever they begin.
             self._window = self._window[-self._CONTEXT :]
             self._show()
         self._window.append(piece)
         return self._show()
 
     def _show(self) -> str:
-        """What the window has beyond what was shown, but for what the next token may change."""
+        """The window's text after what was shown, except what the next token may change."""
         text, begin = self._tokenizer.join(self._window), self._shown
         self._shown = len(text) - self._tokenizer.undecided(self._window)
         return text[begin : self._shown]
 
     def flush(self) -> str:
-        """The incomplete character at the end, as U+FFFD; empty if there is none."""
+        """An incomplete character at the end, as U+FFFD; empty if there is none."""
         text = self._tokenizer.join(self._window)
         begin, self._shown = self._shown, len(text)
         return text[begin:]
@@ -196,9 +199,9 @@ class Detokenizer:
 class StopStrings:
     """Finds a stop string in streamed text and holds back only what could still become one.
 
-    The stop that is complete first wins; of several that end at the same character, the longest.
-    It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
-    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
+    The stop string that is completed first wins; of several that end at the same character, the
+    longest. This is the one rule that needs no look-ahead and depends only on the text, not on how
+    tokens split it: with stops "bcd" and "c", "abcd" ends at "c" however it is split into pieces.
     stops: none of them empty.
     """
 
@@ -208,7 +211,8 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """What is safe to show, and the stop string once matched; after it nothing more follows."""
+        """The text that is safe to show, and the stop string once matched. After a match, no more
+        text follows."""
         if self._matched is not None:
             return "", self._matched
         text = self._held + piece
@@ -223,23 +227,23 @@ class StopStrings:
         return text[:safe], None
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a match."""
+        """The text held back, for a text that ends without a match."""
         held, self._held = self._held, ""
         return held
 
 
 def _check_unicode(text: str) -> None:
-    """The library's own message does not say what is wrong."""
+    """Refuse lone surrogates; the library's own message does not state the cause."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise OutriderError(
-            "prompt", f"character {error.start} is half a character", "Pass valid UTF-8"
+            "prompt", f"character {error.start} is a lone surrogate", "Pass valid Unicode text"
         ) from None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 

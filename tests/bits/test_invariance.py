@@ -149,7 +149,7 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
     with load(out, plain_width=1) as engine:
         assert engine.decoder.target.narrowest == 1
         if engine.bits.forgone:
-            with pytest.raises(OutriderError, match="plain_width=1 ties it to one"):
+            with pytest.raises(OutriderError, match="which plain_width=1 rules out"):
                 engine.generate("a", verify="coupled", temperature=1.0)
     for odd in (3, 2.0, True):  # Fault: 2.0 is in (None, 1, 2)
         with pytest.raises(OutriderError, match=f"plain_width={odd} is out of range"):

@@ -129,7 +129,7 @@ def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     assert len(result.tokens) == 9 and result.stats.time_draft_prefill > 0
     assert "capture loop" in on_fake_gpu.log
     for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
-        with pytest.raises(OutriderError, match="loop is for a GPU's CUDA graphs"):
+        with pytest.raises(OutriderError, match="loop requires a GPU and CUDA graphs"):
             load(llama_bundle, loop=True, **options)
 
 

@@ -201,6 +201,6 @@ def test_one_text_for_every_gamma_or_none(
         assert logprobs == engine.generate([5, 6], **plain).logprobs
         session.release(number)
         for generate in (engine.generate, session.generate):
-            refused = pytest.raises(OutriderError, match="promises a text of every gamma")
+            refused = pytest.raises(OutriderError, match="promises the same text for every gamma")
             with refused if engine.bits.forgone else nullcontext():
                 assert generate([5, 6], verify="coupled", max_new_tokens=3)

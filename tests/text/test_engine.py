@@ -98,7 +98,7 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
     for odd in ({"max_new_tokens": 3}, {}, 64):
         with pytest.raises(TypeError, match="options must be an Options"):
             engine.generate("abc", odd)
-    with pytest.raises(OutriderError, match="one prompt"):
+    with pytest.raises(OutriderError, match="a single prompt"):
         engine.batch("ab")
 
 

@@ -151,7 +151,8 @@ def test_a_full_line(crowd: Crowd) -> None:
     line = Line(2, queue=1)
     held = foreign(line, 2)
     waiting, future = crowd.come(line, "a")
-    with pytest.raises(OutriderError, match="all slots are in use, and 1 callers wait already"):
+    cause = "all slots are in use, and 1 callers are already waiting"
+    with pytest.raises(OutriderError, match=cause):
         line.take(Caller())
     line.give_back(held, 2)
     future.result(30)
@@ -165,7 +166,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(Caller).result(30)
     line.take(made)
-    with pytest.raises(OutriderError, match="by streams that this thread itself has begun"):
+    with pytest.raises(OutriderError, match="by streams that this thread itself has started"):
         line.take(Caller())
 
 
