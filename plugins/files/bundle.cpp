@@ -197,7 +197,7 @@ Bundle Bundle::read(const std::string& folder) {
   if (!S_ISDIR(found.st_mode)) fail(OUTRIDER_FAILED_BUNDLE, folder + " is not a folder", REBUILD);
   const std::string path = folder + "/manifest.json";
   if (stat(path.c_str(), &found) != 0)
-    fail(OUTRIDER_FAILED_BUNDLE, folder + " is no bundle: it has no manifest.json", REBUILD);
+    fail(OUTRIDER_FAILED_BUNDLE, folder + " is not a bundle: it has no manifest.json", REBUILD);
   if (!S_ISREG(found.st_mode) || found.st_size > LARGEST_MANIFEST)
     fail(OUTRIDER_FAILED_BUNDLE, path + " is no manifest of Outrider", REBUILD);
   std::string text;

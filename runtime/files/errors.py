@@ -1,4 +1,4 @@
-"""What a user sees when something fails: one line of cause, one line of remedy, an exit status."""
+"""Errors as the user sees them: one line of cause, one line of remedy, an exit status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from numbers import Integral
 from typing import Any, NoReturn, TextIO
 
-# One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
-# malformed command line), 130 and 143 the shell's for Ctrl-C and SIGTERM.
+# One status per kind of failure, so that scripts can tell them apart. 2 is also argparse's own (a
+# malformed command line); 130 and 143 are the shell's for Ctrl-C and SIGTERM.
 EXIT_STATUS = {
     "option": 2,  # an option's value, or a combination of options, is refused
     "checkpoint": 3,  # a checkpoint is missing, unreadable or incomplete
@@ -25,14 +25,14 @@ EXIT_STATUS = {
     "bundle": 7,  # a bundle is missing, damaged, or of another version
     "backend": 8,  # the backend is missing, or failed
     "prompt": 9,  # the prompt is empty, too long, or not what the template expects
-    "numeric": 10,  # NaN or infinity where probabilities were wanted
+    "numeric": 10,  # NaN or infinity where probabilities were expected
     "memory": 11,  # not enough memory
     "disk": 12,  # not enough disk space, or a folder that cannot be written
     "certificate": 13,  # --check found a difference from the target's distribution
     "busy": 14,  # all slots are in use
 }
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-OF_ONE = ("prompt", "option", "numeric")  # kinds that a single request may be to blame for
+OF_ONE = ("prompt", "option", "numeric")  # kinds that a single request may cause
 
 
 class OutriderError(Exception):
@@ -40,8 +40,8 @@ class OutriderError(Exception):
 
     Args:
         kind: a key of `EXIT_STATUS`.
-        cause: one line: what is wrong, naming the thing.
-        remedy: one line: what to do about it.
+        cause: what is wrong with what, in one line.
+        remedy: what to do about it, in one line.
     """
 
     def __init__(self, kind: str, cause: str, remedy: str):
@@ -49,7 +49,7 @@ class OutriderError(Exception):
         self.kind, self.cause, self.remedy = kind, cause, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles: an exception's own way is to call the class with `args` again."""
+        """For copying and pickling, which by default would call the class with `args`."""
         return type(self), (self.kind, self.cause, self.remedy)
 
     @property
@@ -58,30 +58,30 @@ class OutriderError(Exception):
 
 
 def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
-    """Raises OutriderError "option" for the first (broken, cause, remedy) that is broken."""
+    """Raise OutriderError "option" for the first (broken, cause, remedy) that is broken."""
     for broken, cause, remedy in rules:
         if broken:
             raise OutriderError("option", cause, remedy)
 
 
 def out_of_range(name: str, value: object, legal: str) -> OutriderError:
-    """Of kind "option"; legal: what the value must be."""
+    """An error of kind "option" for an illegal value. legal: what the value must be."""
     cause = f"{name}={repr(value)[:80]} is out of range"
     return OutriderError("option", cause, f"{name} must be {legal}.")
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, Python's or NumPy's, and not True or False."""
+    """Whether the value is an integer, Python's or NumPy's, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-# This package, as it is imported: outrider once installed, runtime in a checkout.
+# The name under which this package is imported: outrider if installed, runtime in a checkout.
 PACKAGE = __name__.partition(".")[0]
 
 
 class CommandParser(ArgumentParser):
-    """argparse whose complaints are errors like all others: one line, a remedy, a status. What
-    --help says before and after the options stands there as it was written."""
+    """An ArgumentParser that raises its errors as OutriderError, with a remedy. The description and
+    epilog of --help are not rewrapped."""
 
     _given: Sequence[str] = ()
 
@@ -97,14 +97,14 @@ class CommandParser(ArgumentParser):
         option = message.removeprefix("argument ").partition(":")[0]
         pairs = zip(self._given, self._given[1:], strict=False)
         dashed = [b for a, b in pairs if a in option.split("/") and b.startswith("-")]
-        if "expected one argument" in message and dashed:  # it was taken for the next option
+        if "expected one argument" in message and dashed:  # argparse takes it for an option
             remedy = f"Write a value that begins with - as {option}={dashed[0]}."
         raise OutriderError("option", message, remedy)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error's message, without its last mark; and the second, where
-    the first only announces it."""
+    """The first line of a third-party error's message, without final punctuation; with the second
+    line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     first, *more = lines or [type(error).__name__]
     text = f"{first} {more[0]}" if more and first.endswith(":") else first
@@ -113,42 +113,43 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """What a host application's own code raises within is a request's failure, of kind "option"."""
+    """Turn errors of a host application's own code into OutriderError "option". what: the code that
+    is to blame."""
     try:
         yield
     except OutriderError:
         raise
     except Exception as error:
         cause = f"{what} raised {type(error).__name__}: {first_line(error)}"
-        raise OutriderError("option", cause, "Mend it, or leave that option out.") from error
+        raise OutriderError("option", cause, "Fix it, or leave that option out.") from error
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a foreign library failed for want of memory. They have no class for it."""
+    """Whether a third-party library ran out of memory, for which they have no exception class."""
     words = ("bad_alloc", "allocate", "out of memory", "failed to map segment")
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
 
 
 class Terminated(BaseException):
-    """SIGTERM. Not a KeyboardInterrupt: of a conversation that ends an answer alone."""
+    """SIGTERM. Not a KeyboardInterrupt, which in a conversation only ends the answer."""
 
 
 class _Interrupts:
-    """What Ctrl-C and SIGTERM do to a command: raise KeyboardInterrupt or Terminated, at once or a
-    little later.
+    """Handles Ctrl-C and SIGTERM in a command: raises KeyboardInterrupt or Terminated, at once or
+    at the end of `hold`.
 
-    Both leave nothing half-written. Native modules make an ImportError of an interrupt during their
-    import, or print it and go on; so there it waits.
+    Both leave nothing half-written. Signals are held during imports, because native modules turn an
+    interrupt into an ImportError, or print it and continue.
     """
 
-    held, waiting = False, 0  # the signal
+    held, waiting = False, 0  # waiting: the number of a signal that arrived while held
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         self.held, self.waiting = False, 0
         signal.signal(signal.SIGTERM, self._arrived)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, self._arrived)
 
     def _arrived(self, number: int, _: object) -> None:
@@ -169,15 +170,15 @@ class _Interrupts:
 
 
 _interrupts = _Interrupts()
-interrupts_wait = _interrupts.hold  # around imports; does nothing but in a command
+interrupts_wait = _interrupts.hold  # used around imports; has an effect only in a command
 
 
 @contextmanager
 def importing(library: str, remedy: str, name: str | None = None) -> Iterator[None]:
-    """Around the import of a library that not everybody has.
+    """Import an optional library in the block.
 
-    library: as it is imported. remedy: how to install it. name: for people. Raises
-    OutriderError("backend"): not installed, or broken.
+    library: its import name. remedy: how to install it. name: its name in messages. Raises
+    OutriderError("backend") if it is not installed, or broken.
     """
     name = name or library
     try:
@@ -189,12 +190,12 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
             raise OutriderError("backend", f"{name} is not installed", remedy) from None
         if out_of_memory(error):
             raise MemoryError from None
-        cause = f"{name} is installed and cannot be imported: {first_line(error)}"
-        raise OutriderError("backend", cause, "Install it anew, or use another backend.") from None
+        cause = f"{name} is installed but cannot be imported: {first_line(error)}"
+        raise OutriderError("backend", cause, "Reinstall it, or use another backend.") from None
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
+    """Run a command and return its exit status; every foreseeable failure prints one line."""
     try:
         return _flushed(_run(command))
     except SystemExit as ended:  # argparse's, after --help, --version or a mistake
@@ -213,7 +214,7 @@ def _run(command: Callable[[], int]) -> int:
         _say("\ninterrupted")
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
-        discard(sys.stdout)  # whose reader left (`| head`)
+        discard(sys.stdout)  # its reader has exited (`| head`)
         return 0
     except MemoryError:
         failure = OutriderError(
@@ -229,13 +230,13 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _told(failure: OutriderError) -> int:
-    _say("error: " + " ".join(str(failure).splitlines()))  # names of files may have several
+    _say("error: " + " ".join(str(failure).splitlines()))  # file names may contain newlines
     return failure.exit_status
 
 
 def _flushed(status: int) -> int:
-    """The status, once what print left in stdout's buffer is written; a full disk's in place of 0.
-    When the interpreter exits, it would be two lines of its own and status 120."""
+    """Flush stdout and return the status, or that of "disk" instead of 0 if the disk is full. If
+    the interpreter did it on exit, it would print two lines of its own and exit with 120."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -246,19 +247,20 @@ def _flushed(status: int) -> int:
         if not status:
             return _told(OutriderError("disk", f"stdout: {error.strerror}", "Free some space."))
     except (ValueError, AttributeError):
-        pass  # closed, or nothing that has a buffer
+        pass  # closed, or without a buffer
     return status
 
 
 def discard(stream: TextIO) -> None:
-    """What is buffered would fail again when the interpreter exits, with a traceback."""
-    with suppress(AttributeError, OSError, ValueError):  # nothing with a descriptor
+    """Redirect a stream to /dev/null: its buffered data would fail again, with a traceback, when
+    the interpreter exits."""
+    with suppress(AttributeError, OSError, ValueError):  # it has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_origin(error: BaseException, *, always: bool = False) -> None:
-    """Print the tracebacks of an error and of all that led to it, first things first; also of what
-    `from None` keeps from a user. always: also where OUTRIDER_TRACEBACK is not set."""
+    """Print the tracebacks of an error and of those that led to it, oldest first, including those
+    that `from None` hides. always: also if OUTRIDER_TRACEBACK is not set."""
     if not always and not os.environ.get("OUTRIDER_TRACEBACK"):
         return
     import traceback
@@ -281,12 +283,12 @@ _DISK = {
     errno.ENOSPC: "Free some space, or write to another disk.",
     errno.EDQUOT: "Free some of your quota, or write to another disk.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or write to another disk.",
-    errno.ENOTDIR: "Choose another folder: a file has that name.",
-    errno.EEXIST: "Choose another folder: a file has that name.",
+    errno.ENOTDIR: "Choose another folder: this is the name of a file.",
+    errno.EEXIST: "Choose another folder: this is the name of a file.",
     errno.EACCES: "Choose a folder that you may write to.",
     errno.EPERM: "Choose a folder that you may write to.",
     errno.EROFS: "Choose a folder that you may write to.",
-    errno.ENOENT: "Choose a folder that can be made.",
+    errno.ENOENT: "Choose a folder that can be created.",
     errno.ENAMETOOLONG: "Choose a shorter name.",
-    errno.ELOOP: "Choose a path without a loop of links.",
+    errno.ELOOP: "Choose a path without a loop of symbolic links.",
 }

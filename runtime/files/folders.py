@@ -1,9 +1,9 @@
-"""Folders that are written whole or not at all, and files that two of them share.
+"""Folders that are written completely or not at all, and files that two of them share.
 
-A file of weights should be on the disk once. Hard links would do that, but then whoever edits one
-copy edits the others, and ONNX's own tools refuse files with two names. So a file has one owner:
-the newest bundle that holds it. The cache then has a symbolic link to that bundle's file, and looks
-at its hash before it is used again: a part whose bundle was deleted or edited is exported again.
+A weights file should be on the disk only once. Hard links would achieve that, but then editing one
+copy would edit the others, and ONNX's own tools refuse files with two names. So each file has one
+owner: the newest bundle that contains it. The cache has a symbolic link to that bundle's file and
+checks its hash before reuse: a part whose bundle was deleted or edited is exported again.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .manifest import (
 )
 from .torch_files import ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
-# What our folders hold at the top; anything else in one is somebody's.
+# The top-level names in our folders; anything else belongs to somebody else.
 _OURS = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, PROGRAM_FILE,
     WEIGHTS_FILE, ENCODER_FILE, ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, "target", "draft",
     "tokenizer",
 }  # fmt: skip
-# What a file system says that has no links, or not between these two places.
+# Errors of file systems that do not support links, or not between these two places.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
 
 @contextmanager
 def write_folder(folder: Path, marker: str) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` when the block ends well, and never half.
+    """Yield a new folder that replaces `folder` as a whole if the block succeeds.
 
-    marker: the file that tells ours apart; a folder with other contents is not replaced
+    marker: the file that identifies our folders; a folder with other contents is not replaced
     (OutriderError "disk").
     """
     folder = _through_links(folder)
@@ -62,7 +62,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         if folder.exists():
-            folder.rename(replaced)  # not removed before the new one is in its place
+            folder.rename(replaced)  # removed only when the new one is in its place
         partial.rename(folder)
     finally:
         if replaced.exists() and not folder.exists():
@@ -72,15 +72,15 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
 
 
 def _through_links(folder: Path) -> Path:
-    """What a symbolic link leads to, not the link's own place. Raises OSError where they lead in a
-    circle, for which pathlib has another error, or none."""
+    """The folder with symbolic links resolved. Raises OSError for a cycle of links, for which
+    pathlib raises another error, or none."""
     with suppress(FileNotFoundError, NotADirectoryError):
         folder.stat()
     return folder.resolve()
 
 
 def _recover(path: Path) -> None:
-    """Clear up after processes that were killed while they wrote this folder or file."""
+    """Clean up after processes that were killed while they wrote this folder or file."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*-*"):
         what, _, process = leftover.name.removeprefix(f".{path.name}.").partition("-")
         if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
@@ -94,8 +94,8 @@ def _recover(path: Path) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Whether what it left may still be written. Of this one's number it is a predecessor's: in a
-    container each has the same."""
+    """Whether this process may still be writing. Files with our own process number are left over
+    from an earlier process: in a container, each may get the same number."""
     if process == os.getpid():
         return False
     try:
@@ -108,10 +108,10 @@ def _lives(process: int) -> bool:
 
 
 def check_place(folder: Path, marker: str) -> None:
-    """Find out, before any work, whether `write_folder` will be allowed to write this folder.
+    """Check, before any work, that `write_folder` will be able to write this folder.
 
-    Raises OutriderError "disk" for a folder that is not ours, and OSError where nothing can be
-    written.
+    Raises OutriderError "disk" for a folder that is not ours, and OSError if nothing can be
+    written there.
     """
     folder = _through_links(folder)
     refuse_foreign(folder, marker)
@@ -125,7 +125,7 @@ def check_place(folder: Path, marker: str) -> None:
 
 
 def refuse_foreign(folder: Path, marker: str) -> None:
-    """Raises OutriderError "disk" where `write_folder` would have to replace what is not ours."""
+    """Raise OutriderError "disk" if `write_folder` would have to replace files not ours."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     try:
@@ -135,16 +135,16 @@ def refuse_foreign(folder: Path, marker: str) -> None:
     strangers = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
     if ours and not strangers:
         return
-    why = f"it holds {strangers[0]}" if ours else f"it has no {marker} of ours"
+    why = f"it contains {strangers[0]}" if ours else f"it has no {marker} of Outrider"
     raise OutriderError(
         "disk",
         f"{folder} cannot be replaced: {why}",
-        "Choose another OUT, or move it away yourself.",
+        "Choose another OUT, or move this folder away yourself.",
     )
 
 
 def _is_ours(name: str) -> bool:
-    """Also what a process left that was killed in `replacing`."""
+    """Whether a file is ours, including one left by a process killed in `replacing`."""
     return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OURS
 
 
@@ -152,8 +152,9 @@ def _is_ours(name: str) -> bool:
 
 
 def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
-    """Make `link` a relative symbolic link to the file `source`, in place of what it was; a copy
-    where the file system has no such links. clone: rather share the blocks, where it does that."""
+    """Make `link` a relative symbolic link to the file `source`, replacing what it was; a copy if
+    the file system does not support links. clone: prefer a copy that shares blocks, if the file
+    system supports it."""
     link.parent.mkdir(parents=True, exist_ok=True)
     with replacing(link) as new:
         if clone and _clone(source, new):
@@ -167,12 +168,12 @@ def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
 
 
 def take_file(source: Path, destination: Path, old: Path) -> None:
-    """Put the file `source` into a folder that is being written, without a second copy on the disk
-    where that can be. `settle_file` has to follow when the folder has its name.
+    """Put the file `source` into a folder that is being written, if possible without a second copy
+    on the disk. `settle_file` must be called when the folder has its final name.
 
-    old: the folder that the new one replaces. A clone where the file system shares blocks. Else a
-    second name for what the cache owns, which `source` is a link to, or for what `old` holds. Else
-    (another bundle owns it, or `source` is no link) a copy.
+    old: the folder that the new one replaces. The result is a clone if the file system shares
+    blocks; otherwise a hard link, if `source` is a link to a file that the cache or `old` owns;
+    otherwise (another bundle owns it, or `source` is not a link) a copy.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     if _clone(source, destination):
@@ -189,29 +190,30 @@ def take_file(source: Path, destination: Path, old: Path) -> None:
 
 
 def settle_file(source: Path, owner: Path) -> None:
-    """Make `owner`, which `take_file` made of `source`, a file that nobody else has a name for, and
-    have the cache point to it. Whoever calls knows that both have the same content."""
+    """Make `owner`, which `take_file` made from `source`, a file without other hard links, and make
+    the cache point to it. The caller guarantees that both have the same content."""
     cached = _cached(source)
-    if cached and os.path.lexists(cached):  # not where the cache was cleared
+    if cached and os.path.lexists(cached):  # not if the cache was cleared
         _recover(cached)
         if not (cached.is_symlink() and cached.exists() and cached.samefile(owner)):
             point_to(owner, cached, clone=True)
     _recover(owner)
-    if owner.stat().st_nlink > 1:  # another build took it at the same time
+    if owner.stat().st_nlink > 1:  # another build has linked it at the same time
         with replacing(owner) as new:
             shutil.copyfile(owner, new)
 
 
 def _cached(source: Path) -> Path | None:
-    """The cache's file that a graphs folder's link names; itself a link where a bundle owns it."""
+    """The cache's file that a graphs folder's link points to; itself a link if a bundle owns the
+    file."""
     return _own_path(source.parent / source.readlink()) if source.is_symlink() else None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of the file `path`, in one step and if all went well."""
+    """Yield a path to write; if the block succeeds, it replaces the file `path` in one step."""
     new = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    new.unlink(missing_ok=True)  # of a killed process that had the same number
+    new.unlink(missing_ok=True)  # left by a killed process with the same number
     try:
         yield new
         new.replace(path)
@@ -220,12 +222,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _own_path(path: Path) -> Path:
-    """The path without links and dots, but for the last step."""
+    """The path with links and dots resolved, except in its last part."""
     return path.parent.resolve() / path.name
 
 
 def _clone(source: Path, destination: Path) -> bool:
-    """A copy that shares its blocks until one of both is written to; False where there is none."""
+    """Make a copy that shares its blocks until either file is written to. Returns False if the file
+    system does not support it."""
     with source.open("rb") as old, destination.open("xb") as new:
         try:
             fcntl.ioctl(new, _CLONE, old.fileno())

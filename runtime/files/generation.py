@@ -1,5 +1,5 @@
-"""What a bundle says of the target's generation config, and of a model that transcribes; names are
-those of Transformers."""
+"""What a bundle records of the target's generation config and of a model that transcribes; names
+are those of Transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Word = Annotated[list[TokenId], Rule("some tokens", bool)]
 
 @dataclass(frozen=True)
 class FeatureFacts:
-    """What an encoder of sound reads: log-mel spectra, float32 [feature_size, frames], made as
-    Transformers' feature extractor of these fields makes them.
+    """The input of an audio encoder: log-mel spectra, float32 [feature_size, frames], as computed
+    by Transformers' feature extractor with these fields.
 
-    sampling_rate: in Hz. feature_size: mel bands. n_fft, hop_length: samples of a window, and from
-    one to the next. n_samples: of one source, which is padded to them.
+    sampling_rate: in Hz. feature_size: mel bands. n_fft, hop_length: samples per window, and from
+    one window to the next. n_samples: samples per source, which is padded to that length.
     """
 
     sampling_rate: Count
@@ -34,12 +34,12 @@ class FeatureFacts:
 
 @dataclass(frozen=True)
 class AudioFacts:
-    """What transcribing needs of the target's generation config.
+    """What transcription needs of the target's generation config.
 
-    max_length: most tokens of a text, the prompt among them. language_detected: whether the prompt
-    of a request without one has the most probable language in its second place (`Pair.start_ids`
-    has any there). language_names: codes by the names that Transformers takes for them, in lower
-    case.
+    max_length: most tokens of a text, without its prompt. language_detected: whether a request
+    without a prompt detects the language, which becomes the second token of the prompt
+    (`Pair.start_ids` has an arbitrary one there). language_names: codes by the names that
+    Transformers accepts for them, in lower case.
     """
 
     decoder_start_token_id: TokenId
@@ -56,7 +56,7 @@ class AudioFacts:
     language_names: dict[str, str] | None = None
 
     def tokens(self) -> Iterator[int]:
-        """Every id that is named."""
+        """All token ids in these fields."""
         yield self.decoder_start_token_id
         for ids in (self.lang_to_id.values(), self.task_to_id.values(), self.suppress_tokens):
             yield from ids
@@ -66,9 +66,9 @@ class AudioFacts:
 
 @dataclass(frozen=True)
 class TextRules:
-    """What holds of each text unless its request says otherwise; None is nothing. min_length: of a
-    text with its prompt, which min_new_tokens, those without it, takes the place of.
-    forced_eos_token_id: what a text ends with that reaches its most tokens."""
+    """Defaults for options that a request does not set; None turns the rule off. min_length: least
+    tokens of a text with its prompt; min_new_tokens, without the prompt, overrides it.
+    forced_eos_token_id: the last token of a text that reaches its maximum length."""
 
     min_length: Small | None = None
     no_repeat_ngram_size: Small | None = None

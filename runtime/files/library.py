@@ -1,4 +1,4 @@
-"""liboutrider: where it is, and its operators for whoever opens `HOST_FILE`."""
+"""liboutrider: its location, and its operators, which `HOST_FILE` needs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "liboutrider.so"
-# Of the wheel; of `make plugins` in a checkout.
+# In a wheel; in a checkout after `make plugins`.
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "lib")
 
 
 def find_library() -> Path | None:
-    """The library's path; None where it was not compiled."""
+    """The library's path; None if it has not been compiled."""
     return next((path for folder in FOLDERS if (path := folder / LIBRARY).is_file()), None)
 
 
 def add_operators(options: Any) -> bool:
-    """Tell ONNX Runtime of the operators of plugins/onnxruntime, where the library is there.
+    """Register the operators of plugins/onnxruntime with ONNX Runtime. Returns whether the library
+    exists.
 
-    options: its SessionOptions. Raises what ONNX Runtime raises where it cannot load the library
-    or is too old for it.
+    options: a SessionOptions. Raises what ONNX Runtime raises if it cannot load the library or is
+    too old for it.
     """
     library = find_library()
     if library is not None:

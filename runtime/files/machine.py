@@ -1,4 +1,4 @@
-"""Which processor this is, since bits that were measured are those of one; and its memory."""
+"""Identifies the processor, because bitwise results are measured per processor; and its memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import platform
 from pathlib import Path
 
-# What tells processors apart, in /proc/cpuinfo of x86 and ARM: its clock and its cores do not.
+# Fields of /proc/cpuinfo on x86 and ARM that identify a processor; clock and core do not.
 _KEYS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags",
          "CPU implementer", "CPU variant", "CPU part", "Features")  # fmt: skip
 
 
 def processor() -> str:
-    """Its name, and a hash of that and of the instructions that it knows."""
+    """The processor's name, and a hash of the name and the instruction sets."""
     try:
         block = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
@@ -26,7 +26,7 @@ def processor() -> str:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has; 0 where it does not say."""
+    """Bytes of memory of this machine; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

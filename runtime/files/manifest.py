@@ -1,4 +1,4 @@
-"""The file contract between the rooms: what `export/`, `engines/` and `runtime/` hand each other.
+"""The file contract between `export/`, `engines/` and `runtime/`.
 
 `export/` writes a *graphs* folder (`pair.json` and the graphs), `engines/` turns it into a
 *bundle* (`manifest.json` and the backend's engines), `runtime/` reads the bundle. All three use
@@ -24,14 +24,14 @@ from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
-HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/onnxruntime
-HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
-ENCODER_FILE = "encoder.onnx"  # with ENCODER_WEIGHTS_FILE, as a program has
-ENCODER_DECODERS = "encoder-decoders"  # as `engines --supports` says that a backend runs them
-RECURRENT_STATES = "recurrent-states"  # likewise
+HOST_FILE = "host.onnx"  # the CPU's graph, with the operators of plugins/onnxruntime
+HOST_WEIGHTS_FILE = "host.bin"  # its own weights, if they are quantised
+ENCODER_FILE = "encoder.onnx"  # its weights are in ENCODER_WEIGHTS_FILE, as those of a program
+ENCODER_DECODERS = "encoder-decoders"  # printed by `engines --supports` if a backend runs them
+RECURRENT_STATES = "recurrent-states"  # the same for recurrent layers
 PACKAGE_FILE, ENCODER_PACKAGE_FILE = "engine.pt2", "encoder_engine.pt2"  # AOTInductor's
-# Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
-# so; the next one asks for the node's operator, which nobody looked up, and the process dies.
+# Optimisers of ONNX Runtime that are disabled. In float16, this one creates a node without
+# reporting it; the next optimiser then reads the node's unresolved operator, and the process dies.
 ORT_LEFT_OUT = {"float16": ["MatmulTransposeFusion"]}
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
@@ -39,12 +39,12 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
 Weights = Literal["int8", "int4", "fp8"]
 Cache = Literal["int8"]
-SCALE_BYTES = 4  # behind the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
+SCALE_BYTES = 4  # after the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
 MOST_SLOTS = 1 << 16
-FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
-CHUNK = 256  # tokens of a prompt in one call, at most; bounds the activations
+FIRST_ROWS = 256  # initial rows of a slot on the CPU; doubled as texts grow
+CHUNK = 256  # most tokens of a prompt in one call; bounds the activations
 
-# What more a field may be: see `records`.
+# More types of fields: see `records`.
 Vocabulary = Annotated[int, between(1, 1 << 30)]  # what outrider_workspace_size takes
 Bytes = Annotated[int, between(0, 1 << 62)]
 Finite = Annotated[float, between(0, 1e30)]
@@ -79,10 +79,10 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Quality:
-    """What quantised weights cost, over `tokens` next-token predictions.
+    """The quality loss of quantised weights, over `tokens` next-token predictions.
 
-    kl: mean KL(full || quantised) in nats, with its standard error. top1: how often both prefer
-    the same token. perplexity, full_perplexity: of the text, of the quantised and the full model.
+    kl: mean KL(full || quantised) in nats; kl_error: its standard error. top1: how often both have
+    the same most probable token. perplexity, full_perplexity: of the quantised and the full model.
     """
 
     tokens: Count
@@ -95,11 +95,11 @@ class Quality:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What a decoder reads of its encoder: per layer [heads, head_dim] of a source's row.
+    """What a decoder reads from its encoder: per layer [heads, head_dim] of a source's row.
 
-    features: what the encoder reads; None for token ids. rows: that it makes of them; None where
-    they are as many as the ids. shared: the width D of the target's encoder's states, where a draft
-    reads those in place of the source, because its own encoder is the same.
+    features: the encoder's input; None for token ids. rows: how many rows the encoder outputs; None
+    if as many as there are ids. shared: set for a draft that reads the states of the target's
+    encoder instead of the source, because its own encoder is the same; their width D.
     """
 
     key_shapes: list[RowShape]
@@ -111,10 +111,10 @@ class EncoderFacts:
 
 @dataclass(frozen=True)
 class StateFacts:
-    """What recurrent layers carry from token to token: per state [heads, width] of a row.
+    """The state that recurrent layers carry from token to token: per state [heads, width] of a row.
 
-    rows: of a slot's ring, in which row p lies at p modulo them. reach: how many rows before its
-    first token a call reads.
+    rows: number of rows of a slot's ring, in which row p is at p modulo rows. reach: how many rows
+    before its first token a call reads.
     """
 
     shapes: list[RowShape]
@@ -129,17 +129,17 @@ class GraphFacts:
     key: content address of everything the graph was made from.
     vocab_size: the width of the logits, padding included.
     max_len: the longest sequence, in tokens, that the graph was made for, and the longest source;
-        context: the longest that the checkpoint was made for, None where it does not say.
+        context: the longest that the checkpoint was made for, None if it does not specify one.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
-    weights: the type of the quantised ones; None where all are of `dtype`. bits: a weight, that
-        int4 was given; None has 8 at its ends alone.
+    weights: the type of quantised weights; None if all are of `dtype`. bits: bits per weight
+        requested for int4 (`BITS`); None for the default.
     max_difference: largest absolute difference of the logits from the original model's; None
-        where the graph could not be run (see `comparison`).
-    tolerance: the bound that `max_difference` was held to.
-    quality: of quantised weights; None where they are not.
-    cache: the type of a quantised row; None where it is of `dtype`.
-    encoder: of an encoder-decoder, whose encoder is a graph of its own; None for the others.
-    states: of recurrent layers; None where there are none.
+        if the graph could not be run (see `comparison`).
+    tolerance: the bound that `max_difference` was checked against.
+    quality: of quantised weights; None if there are none.
+    cache: the type of a quantised cache row; None if it is of `dtype`.
+    encoder: of an encoder-decoder, whose encoder is a separate graph; None for other models.
+    states: of recurrent layers; None if there are none.
     """
 
     key: str
@@ -167,12 +167,13 @@ class GraphFacts:
 
     @property
     def host_alone(self) -> bool:
-        """Whether the graph for the CPU has weights of its own: a bundle for CPUs has no other."""
+        """Whether the graph for the CPU has its own weights; a bundle for CPUs then has no other
+        graph."""
         return HOST_WEIGHTS_FILE in self.files
 
     @property
     def reads(self) -> FeatureFacts | None:
-        """What its encoder reads, where that is no text."""
+        """The features that its encoder reads; None if it reads text, or there is no encoder."""
         return self.encoder.features if self.encoder else None
 
     @property
@@ -180,7 +181,7 @@ class GraphFacts:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
-        """rows: of a slot, and of its source; None for all of them."""
+        """Bytes of the caches. rows: per slot, and per source; None for the capacity."""
         shapes = [*self.key_shapes, *self.value_shapes]
         rows = self.capacity if rows is None else min(rows, self.capacity)
         if self.cache:
@@ -197,9 +198,10 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The target's tokenizer, carried along.
+    """The target's tokenizer, which the bundle includes.
 
-    vocab_size: largest id + 1. special_tokens: what chat templates name (bos_token, eos_token...).
+    vocab_size: largest id + 1. special_tokens: those that chat templates name (bos_token,
+    eos_token...).
     """
 
     key: str
@@ -212,22 +214,22 @@ class TokenizerFacts:
 
 def slot_rows(max_len: int, max_gamma: int) -> int:
     """The capacity of a slot: a verification never writes past it. A multiple of 8, so that slots
-    of any head width begin where GPUs like to read."""
+    of any head width start at addresses that are aligned for GPUs."""
     return -(-(max_len + max_gamma + 1) // 8) * 8
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What `export/` hands to `engines/`.
+    """What `export/` passes to `engines/`.
 
     vocab_size: the common width; logits beyond it are padding with probability 0.
-    max_len: longest prompt + output. max_gamma: most draft tokens a round.
+    max_len: longest prompt + output. max_gamma: most draft tokens per round.
     capacity: rows of a slot, at least max_len + max_gamma + 1 (see `slot_rows`).
-    lookup: what proposes where there is no draft model and a request does not say; None: nothing.
-    start_ids: what an encoder-decoder's text begins with: the decoder's start token, and what is
-        forced behind it, where there is any; None for decoder-only models.
-    audio: of a target that transcribes; None for the others.
-    rules: of all texts, where the target's generation config has any.
+    lookup: the default draft if there is no draft model; None: plain decoding.
+    start_ids: the first tokens of an encoder-decoder's output: the decoder's start token, and any
+        that are forced after it; None for decoder-only models.
+    audio: for a target that transcribes; None for other models.
+    rules: defaults from the target's generation config, if it has any.
     """
 
     target: GraphFacts
@@ -243,13 +245,13 @@ class Pair:
     rules: TextRules | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
-        """("target", facts), and ("draft", facts) where there is one."""
+        """("target", facts), and ("draft", facts) if there is a draft model."""
         yield "target", self.target
         if self.draft is not None:
             yield "draft", self.draft
 
     def audio_holds(self) -> bool:
-        """Whether what is said of audio can be true together."""
+        """Whether the facts about audio are consistent."""
         features = self.target.reads
         if features is None or self.audio is None or self.start_ids is None:
             return features is None and self.audio is None
@@ -264,10 +266,10 @@ class Pair:
         )
 
     def logits_bytes(self, slots: int, *, gpu: bool) -> int:
-        """Of a round's buffers, in float32: the target's gamma + 1 rows and the draft's gamma.
+        """Bytes of a round's float32 logits: the target's gamma + 1 rows and the draft's gamma.
 
-        A CPU's engines have gamma + 1 rows in each buffer, as a chain verifies with the draft, and
-        a target alone has lookups. On a GPU a target alone decodes plainly.
+        On the CPU, each buffer has gamma + 1 rows, because a chain verifies with the draft model,
+        and a target without a draft model may use lookups. On a GPU it only decodes plainly.
         """
         gamma = self.max_gamma
         rows = {"target": gamma + 1, "draft": gamma * (gamma + 1)}
@@ -276,7 +278,8 @@ class Pair:
         return 4 * slots * sum(rows[role] * facts.vocab_size for role, facts in self.models())
 
     def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
-        """What a bundle takes over from the graphs folder: not what its engines hold."""
+        """The files that a bundle copies from the graphs folder, without those whose contents are
+        in its engines."""
         if not engines:
             alone = {
                 f"{role}/{file}"
@@ -294,7 +297,7 @@ class Pair:
         }
 
     def all_files(self) -> dict[str, FileFacts]:
-        """Every file of the pair, by its path from the folder that holds it."""
+        """Every file of the pair, by its path relative to the folder."""
         parts = (("tokenizer", self.tokenizer), ("target", self.target), ("draft", self.draft))
         return {
             f"{part}/{name}": file
@@ -306,9 +309,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Profile:
-    """The shapes that a compiled engine takes: B, N and K as [smallest, expected, largest].
+    """The shapes that a compiled engine accepts: B, N and K as [smallest, expected, largest].
 
-    S is the capacity. memory: bytes for activations; None where the builder did not say.
+    S is the capacity. memory: bytes for activations; None if the builder did not report it.
     """
 
     name: str
@@ -323,10 +326,10 @@ class EngineFacts:
     """One model compiled ahead of time.
 
     key: content address of everything the engine was made from. file: in the model's folder.
-    targets: the GPU architectures that it runs on, such as sm89; of a CPU, what it must have.
-    weights: the graph's file that holds them; None where they are in the engine. level: of
-    optimisation, None for the builder's own. encoder: as file, of an encoder-decoder's encoder,
-    whose weights are the graph's too.
+    targets: the GPU architectures that it runs on, such as sm89; for a CPU, what it must support.
+    weights: the graph's file that contains them; None if they are in the engine. level: of
+    optimisation, None for the builder's default. encoder: the file of an encoder-decoder's encoder,
+    whose weights are also the graph's.
     """
 
     key: str
@@ -339,24 +342,24 @@ class EngineFacts:
 
     @property
     def activations(self) -> int | None:
-        """Bytes: a model's calls follow each other, so its contexts can share the memory of the
-        largest. None where the builder did not say of all."""
+        """Bytes for activations: a model's calls run one after another, so its contexts can share
+        the memory of the largest. None unless the builder reported all of them."""
         sizes = [profile.memory for profile in self.profiles if profile.memory is not None]
         return max(sizes) if sizes and len(sizes) == len(self.profiles) else None
 
     @property
     def compiled(self) -> list[str]:
-        """The files that no graph has."""
+        """The compiled files, which the graphs folder does not have."""
         return [self.file, *([self.encoder] if self.encoder else [])]
 
 
 @dataclass(frozen=True)
 class CallBits:
-    """Which calls of the target give the same logits to the bit, as they were measured.
+    """Which calls of the target give bitwise equal logits, as measured.
 
-    widths: numbers of tokens that agree with each other; others: those that do not. The others say
-    whether a call gives the same alone and with neighbours, with one thread and with all, with
-    room for few rows and for many.
+    widths: numbers of tokens per call that agree with each other; others: those that do not.
+    neighbours, threads, rows: whether a call gives the same result alone and with neighbours, with
+    one thread and with all, and with room for few rows and for many.
     """
 
     widths: Annotated[list[Small], Rule("some widths", bool)]
@@ -368,10 +371,10 @@ class CallBits:
 
 @dataclass(frozen=True)
 class Invariance:
-    """What the target's bits depend on, where the bundle was built.
+    """What the target's bitwise results depend on, on the machine that built the bundle.
 
-    processor: which that was (`machine.processor`). one, several: with one slot and with more.
-    slots: whether these two give the same.
+    processor: of that machine (`machine.processor`). one, several: with one slot and with more.
+    slots: whether these two give the same results.
     """
 
     processor: str
@@ -384,8 +387,8 @@ class Invariance:
 class Manifest:
     """A bundle: the pair, the backend it was built for, and every file with its hash.
 
-    engines: by role; None where the backend runs the graphs, which the bundle then holds.
-    invariance: None where nobody measured it, on a GPU for one.
+    engines: by role; None if the backend runs the graphs, which the bundle then contains.
+    invariance: None if it was not measured, for example on a GPU.
     """
 
     name: str
@@ -398,7 +401,7 @@ class Manifest:
     invariance: Invariance | None = None
 
     def contradiction(self) -> str | None:
-        """What in here cannot be true together; None for what `engines/` wrote."""
+        """Which facts are inconsistent; None if none are, as in any file that `engines/` wrote."""
         pair, models = self.pair, dict(self.pair.models())
         rows = pair.max_len + pair.max_gamma + 1
         needed = {f"tokenizer/{TOKENIZER_FILE}"}
@@ -433,7 +436,7 @@ class Manifest:
         return next((what for what, holds in facts_that_hold.items() if not holds), None)
 
     def weight_files(self, role: str) -> list[str]:
-        """What a model's folder has its weights in, and those of its encoder."""
+        """The files in a model's folder that contain its weights and those of its encoder."""
         facts, engine = dict(self.pair.models())[role], (self.engines or {}).get(role)
         own = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
         if engine:
@@ -441,13 +444,13 @@ class Manifest:
         return [own, ENCODER_WEIGHTS_FILE] if facts.encoder else [own]
 
     def without_draft(self) -> Manifest:
-        """What is opened where nobody will ask for the draft model."""
+        """The manifest without the draft model, to open only the target."""
         engines = self.engines and {"target": self.engines["target"]}
         return replace(self, pair=replace(self.pair, draft=None), engines=engines)
 
     @property
     def activations(self) -> int | None:
-        """Bytes of all engines together; None without engines, or where one does not know."""
+        """Bytes of all engines together; None without engines, or if one of them is unknown."""
         sizes = [engine.activations for engine in (self.engines or {}).values()]
         known = [size for size in sizes if size is not None]
         return sum(known) if known and known == sizes else None
@@ -459,11 +462,12 @@ class Manifest:
         return sorted((t for t in targets if t.startswith("sm")), key=lambda t: int(t[2:]))
 
     def rebuild_command(self, out: Path, gpu: str | None = None) -> str:
-        """What makes this bundle again, for the remedy of an error. gpu: one more, such as sm89."""
+        """The command that rebuilds this bundle, for error messages. gpu: an architecture to add,
+        such as sm89."""
         pair = self.pair
         level = next((engine.level for engine in (self.engines or {}).values()), None)
         targets = {*self.gpu_targets(), *([gpu] if gpu else [])}
-        # The others build for the GPU that is there.
+        # Other backends build for the GPU that is present.
         gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
         chips = ",".join(sorted(gpus, key=int))
         if self.backend == "aotinductor" and not targets:
@@ -473,7 +477,7 @@ class Manifest:
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
-            # Where nobody says, a checkpoint that is quantised already keeps its bits.
+            # By default, a checkpoint that is already quantised keeps its quantisation.
             "WEIGHTS": pair.target.weights or "full",
             **({"BITS": f"{pair.target.bits:g}"} if pair.target.bits else {}),
             **(
@@ -522,7 +526,7 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
             raise OutriderError("bundle", f"{folder} is not a folder", _REBUILD)
         if not path.is_file():
             other = (folder / "config.json").is_file()
-            what = "a Hugging Face checkpoint" if other else "no bundle"
+            what = "a Hugging Face checkpoint" if other else "not a bundle"
             named = "the current folder (or an empty path)" if folder == Path() else folder
             cause = f"{named} is {what}: it has no {MANIFEST_FILE}"
             raise OutriderError("bundle", cause, _REBUILD)
@@ -535,9 +539,9 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
 
 
 def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
-    """The hashes of the files that hold numbers alone, or of all others. Whoever opens the former
-    while they are damaged computes nonsense and runs none of it; an engine that holds its own
-    weights is among the latter. Raises OutriderError "bundle"."""
+    """Verify the hashes of the files that contain only numbers, or of all others. The former are
+    safe to open even if damaged: the results are wrong, but no code in them is run. An engine that
+    contains its weights is among the latter. Raises OutriderError "bundle"."""
     kinds = (WEIGHTS_FILE, HOST_WEIGHTS_FILE, ENCODER_WEIGHTS_FILE)
     numbers = {f"{role}/{file}" for role, _ in manifest.pair.models() for file in kinds}
     files = {name: f for name, f in manifest.files.items() if (name in numbers) == weights}

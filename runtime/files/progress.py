@@ -1,5 +1,5 @@
-"""One line per stage: what, how long. While it runs: a ticking line on a terminal, and elsewhere a
-line now and then, so that a log does not stand still for minutes."""
+"""Prints one line per stage: what, and how long it took. A running stage updates a line on a
+terminal, and elsewhere prints one now and then, so that a log is not silent for minutes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TICK = 0.5  # seconds between two looks at the clock
-FIRST_LINE = 5.0  # seconds until a log hears of a stage that goes on; then each time twice as long
+TICK = 0.5  # seconds between updates
+FIRST_LINE = 5.0  # seconds until a running stage is first logged; the interval then doubles
 
 
 class Stage:
-    """note: what to say about a stage when it is done, such as a size or a difference. phase: what
-    it is doing, for who waits."""
+    """note: what to print when the stage is done, such as a size or a difference. phase: what it is
+    doing now, shown while it runs."""
 
     note = ""
     phase = ""
@@ -23,9 +23,9 @@ class Stage:
 
 @contextmanager
 def stage(part: str, what: str) -> Iterator[Stage]:
-    """Print `part  what  seconds  note` on stderr when the block ends well; nothing on a closed
-    one."""
-    if sys.stderr is None:  # `2>&-`; print would take stdout for it
+    """Print `part  what  seconds  note` on stderr when the block succeeds; nothing if stderr is
+    closed."""
+    if sys.stderr is None:  # `2>&-`; print would fall back to stdout
         yield Stage()
         return
     begin, done, said = time.perf_counter(), threading.Event(), Stage()
@@ -57,11 +57,11 @@ def stage(part: str, what: str) -> Iterator[Stage]:
 
 
 def note(text: str) -> None:
-    """Something that the user should know, and that is no error."""
+    """Print something that the user should know and that is not an error."""
     if sys.stderr is not None:  # as above
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def size_text(size: int) -> str:
-    """Bytes for people."""
+    """A number of bytes in human-readable form."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
-"""Dataclasses as JSON files with a schema number and a checksum, and their strict reading.
+"""Dataclasses as JSON files with a schema number and a checksum, read strictly.
 
-Somebody else may have written the file: every value is held to its field's annotation, and to the
-rules that stand there, `Annotated[int, between(1, 8)]`.
+Files are not trusted: every value is checked against its field's annotation and the rules in it, as
+in `Annotated[int, between(1, 8)]`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from .errors import OutriderError
 
-SCHEMA = 2  # 1: bundles without the attention of our own
+SCHEMA = 2  # 1: bundles without our own attention operator
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, in words and as a test."""
+    """A condition on a value, in words and as a test."""
 
     what: str
     holds: Callable[[Any], bool]
 
 
 def between(least: float, most: float) -> Rule:
-    """NaN is between nothing."""
+    """A rule for a range, bounds included; NaN never satisfies it."""
     return Rule(f"from {least} to {most}", lambda value: least <= value <= most)
 
 
-# What a field may be. The bounds are what no model comes near, so that no product of them overflows
-# and what is wrong with a file is found when it is read.
+# Types of fields. No model comes near the bounds, which ensure that no product overflows and that
+# errors in a file are found when it is read.
 Count = Annotated[int, between(1, (1 << 31) - 1)]
 Small = Annotated[int, between(1, 1 << 16)]
 TokenId = Annotated[int, between(0, (1 << 31) - 1)]
@@ -55,15 +55,15 @@ def write_json(path: Path, kind: str, facts: Any) -> None:
     content = dataclasses.asdict(facts)
     for field in dataclasses.fields(facts):
         if field.default is None and content[field.name] is None:
-            del content[field.name]  # written only where there is something, as `build` reads it
+            del content[field.name]  # None is omitted; `build` restores it
     body = {"kind": kind, "schema": SCHEMA, "facts": content}
     text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
-    """Read what `write_json` wrote, refusing what is truncated, edited, of another schema, or not
-    what the fields of `cls` may be. Raises OutriderError "bundle"."""
+    """Read a file written by `write_json`. Raises OutriderError "bundle" if it is truncated or
+    edited, has another schema, or does not fit the fields of `cls`."""
 
     def refuse(cause: str) -> OutriderError:
         return OutriderError("bundle", f"{path}: {' '.join(cause.split())[:300]}", remedy)
@@ -88,7 +88,7 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
 
 @contextmanager
 def readable(path: Path, remedy: str) -> Iterator[None]:
-    """What goes wrong when files are read within, as OutriderError "bundle" that names `path`."""
+    """Turn errors of reading files in the block into OutriderError "bundle" that names `path`."""
     try:
         yield
     except OSError as error:
@@ -101,8 +101,8 @@ def readable(path: Path, remedy: str) -> Iterator[None]:
 
 
 def build(annotation: Any, value: Any, where: str) -> Any:
-    """A value of the annotated type from JSON. TypeError and ValueError name the field that does
-    not fit."""
+    """Build a value of the annotated type from JSON. Raises TypeError or ValueError, which name the
+    field that does not fit."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         built = build(arguments[0], value, where)

@@ -1,4 +1,4 @@
-"""Texts that a user names: a corpus, what a build looks at."""
+"""Reads text files that the user names, such as a corpus or the text of a quality test."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .errors import OutriderError, first_line
 
 
 def read_text(path: Path, named: str) -> str:
-    """The whole of a UTF-8 file, without a byte-order mark.
+    """The contents of a UTF-8 file, without a byte-order mark.
 
-    named: what the message calls it. Raises OutriderError "option".
+    named: its name in messages. Raises OutriderError "option".
     """
     try:
         if path.is_char_device():  # /dev/zero has no end; a pipe has one

@@ -1,6 +1,6 @@
 """The files of a part in torch's format: `graph.pt2` and `weights.bin`, and those of an encoder.
 
-torch is imported by what is called, since a bundle of another backend needs none.
+torch is imported inside functions, because bundles of other backends do not need it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 PROGRAM_FILE, WEIGHTS_FILE = "graph.pt2", "weights.bin"
 ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE = "encoder.pt2", "encoder.bin"
 TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
-# In a package's metadata: JSON that gives of each weight which its code reads, and the weights file
-# lacks, the names of those that it is made of, one below the other.
+# Key of a package's metadata: JSON that maps each weight that its code reads, but that is not in
+# the weights file, to the names of the weights whose rows it concatenates.
 JOINED = "outrider_joined"
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a weights file, mapped: nothing is read before it is used.
+    """The tensors of a weights file, memory-mapped: nothing is read before it is used.
 
-    The file: the length of a JSON object as 8 bytes, little-endian; that object, which gives for
-    each name a dtype, a shape and the offset of its bytes; then these, from the next multiple of
-    `TENSOR_ALIGNMENT` on, each tensor at such a multiple. Tied tensors have one place.
+    File format: the length of a JSON object as 8 bytes, little-endian; that object, which maps each
+    name to a dtype, a shape and the offset of its bytes; then the tensors, from the next multiple
+    of `TENSOR_ALIGNMENT` on, each at such a multiple. Tied tensors share one offset.
     """
     import torch
 
@@ -44,7 +44,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_program(folder: Path, *, encoder: bool = False) -> torch.export.ExportedProgram:
-    """The torch.export program of a part, with its weights mapped; or that of its encoder."""
+    """The torch.export program of a part, or of its encoder, with memory-mapped weights."""
     import torch
 
     file, weights = program_files(encoder)
@@ -54,12 +54,12 @@ def read_program(folder: Path, *, encoder: bool = False) -> torch.export.Exporte
 
 
 def program_files(encoder: bool) -> tuple[str, str]:
-    """A program and its weights."""
+    """The file names of a program and its weights."""
     return (ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE) if encoder else (PROGRAM_FILE, WEIGHTS_FILE)
 
 
 def place_tensors(program: torch.export.ExportedProgram, tensors: dict[str, torch.Tensor]) -> None:
-    """Put tensors into a program by their names."""
+    """Put tensors into a program by name."""
     import torch
 
     for name, tensor in tensors.items():
@@ -72,12 +72,12 @@ def place_tensors(program: torch.export.ExportedProgram, tensors: dict[str, torc
             program.constants[name] = tensor
 
 
-# What a compiler may use of a processor; of torch.cpu's names.
+# Prefixes of the instruction sets that a compiler may use, among torch.cpu's names.
 _INSTRUCTIONS = ("fma", "f16c", "avx2", "avx512", "amx", "neon", "asimd", "sve", "bf16")
 
 
 def cpu_targets() -> list[str]:
-    """ "cpu", its architecture, and the instruction sets that code compiled for it may use."""
+    """ "cpu", the architecture, and the instruction sets that code compiled here may use."""
     import torch
 
     has = torch.cpu.get_capabilities()

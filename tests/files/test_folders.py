@@ -149,7 +149,7 @@ def test_leftovers_of_a_killed_process(place: Place) -> None:
     place.graph.with_name(f".{place.graph.name}.partial-{same}").symlink_to("x")
     point_to(place.part, place.graph)  # its number is this process's
     (place.part.parent / ".notes.1").write_text("somebody's")
-    with pytest.raises(OutriderError, match=r"it holds \.notes\.1"):
+    with pytest.raises(OutriderError, match=r"it contains \.notes\.1"):
         check_place(place.part.parent, "graph.json")
 
 

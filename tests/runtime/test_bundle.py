@@ -115,7 +115,7 @@ DAMAGE = {
     "edited tokenizer": (_flip("tokenizer/tokenizer.json"), "its hash differs"),
     "truncated weights": (_truncate("target/weights.bin"), "truncated or replaced"),
     "missing weights": (lambda b: (b / "target/weights.bin").unlink(), "is missing"),
-    "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), "no bundle"),
+    "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), "not a bundle"),
     "no folder": (shutil.rmtree, "is not a folder"),
     "Hugging Face folder": (_only_config, "is a Hugging Face checkpoint"),
 }
@@ -150,7 +150,7 @@ def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = r"the current folder \(or an empty path\) is no bundle: .* Build one: make engines"
+    said = r"the current folder \(or an empty path\) is not a bundle: .* Build one: make engines"
     with pytest.raises(OutriderError, match=said):
         load("")
 
