@@ -1,5 +1,5 @@
-"""Calls of an engine for sequences in slots, and a sequence's part in the sampling: what drafting
-and verification on the host have in common."""
+"""Engine calls for sequences in slots, and a sequence's part in the sampling, as shared by drafting
+and verification on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sequence import ActiveSequence, Request
 
 
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
-    """Compute rows start.. of `tokens` in chunks; the logits [V] after the last one."""
+    """Compute rows start.. of `tokens` in chunks; returns the logits [V] after the last token."""
     for begin in range(start, len(tokens), engine.chunk):
         ids = readable(engine, tokens[begin : begin + engine.chunk])[None]
         last = np.array([ids.shape[1] - 1])
@@ -24,8 +24,8 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
 
 
 def with_source(engine: Engine, slot: int, request: Request) -> Request:
-    """The slot gets the request's source; and the request the second token of its prompt, where it
-    is to be found (`Request.second`)."""
+    """Encode the request's source into the slot; returns the request with the second token of its
+    prompt filled in if the model is to choose it (`Request.second`)."""
     engine.encode(slot, request.source)
     if not request.second:
         return request
@@ -36,16 +36,17 @@ def with_source(engine: Engine, slot: int, request: Request) -> Request:
 
 
 def wide(engine: Engine, ids: Ids) -> Ids:
-    """[B, N] with N at least what the engine's bits need: tokens 0 behind, whose rows lie beyond
-    the valid ones."""
+    """ids [B, N], padded with token 0 to the width that the engine needs for reproducible results.
+    The rows of the padding lie beyond the valid ones."""
     lacking = engine.narrowest - ids.shape[1]
     return np.pad(ids, ((0, 0), (0, lacking))) if lacking > 0 else ids
 
 
 def readable(engine: Engine, tokens: Sequence[int]) -> Ids:
-    """Ids that the engine can look up: a narrower draft reads the target's extra tokens as 0.
+    """Ids that the engine can look up: a draft with a smaller vocabulary reads the target's extra
+    tokens as 0.
 
-    That costs acceptance, never exactness: q is what the draft said, whatever it was fed.
+    That costs acceptance, never exactness: q is what the draft computed, whatever it read.
     """
     ids = np.array(tokens, np.int64)
     ids[ids >= engine.vocab_size] = 0
@@ -59,9 +60,9 @@ def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
 
 
 def idle_positions(engine: Engine, lengths: Sequence[int], width: int) -> Ids:
-    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows,
-    of which they have `lengths`."""
-    # A text of the full length that is over was longer than a call may begin at.
+    """Where a call of `width` tokens may write in slots that sit it out: beyond their valid rows,
+    whose number is `lengths`."""
+    # The rows of a finished text may reach past the last position where a call may start.
     return np.minimum(np.array(lengths, np.int64), engine.capacity - width)
 
 
@@ -73,11 +74,12 @@ def feed(
     since: int = 0,
     buffer: int = 0,
 ) -> Logits:
-    """One call for the slots `within` [first, last): logits [S, K, V] after the tokens from number
-    `since` on.
+    """Make one call for the slots `within` [first, last); returns logits [S, K, V] after the tokens
+    from number `since` on.
 
-    lengths: the engine's valid rows of all slots. fed: the row that a sequence's first token goes
-    to, and its tokens; the widest, or `Engine.narrowest`, is the call's width.
+    lengths: the number of valid rows of every slot. fed: for each sequence, the row of its first
+    token, and its tokens. The call is as wide as the most tokens, and at least
+    `Engine.narrowest`.
     """
     (first, last), most = within, max(len(tokens) for _, tokens in fed.values())
     ids = wide(engine, np.zeros((last - first, most), np.int64))
@@ -89,16 +91,17 @@ def feed(
 
 
 def early(sequence: ActiveSequence) -> int:
-    """How many of the next tokens may not end the text."""
+    """How many of the next tokens must not end the text."""
     return max(0, sequence.request.min_new_tokens - len(sequence.output))
 
 
 def first_forbidden(
     sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, after: int = 0
 ) -> int:
-    """Where the first token stands that the sampling cannot give; how many there are if none.
+    """The index of the first token that sampling cannot produce; the number of tokens if there is
+    none.
 
-    after: drafts before them.
+    after: number of drafts before these tokens.
     """
     masked, ends = early(sequence) - after, sequence.request.eos_token_ids
     for i, token in enumerate(tokens):
@@ -112,8 +115,8 @@ def slot_sampling(
 ) -> SlotSampling:
     """A sequence's part in a round's sampling.
 
-    drafts: tokens of the round that were decided before. seed: for a round within the round, whose
-    rule is the token rule.
+    drafts: tokens of the round that are already decided. seed: for an inner round (`ChainDraft`),
+    which uses the token rule.
     """
     request, tokens = sequence.request, sequence.slot.tokens
     params, masked = request.params, early(sequence) - len(drafts)

@@ -1,6 +1,6 @@
-"""What a decoder refuses of a request, before a slot is taken.
+"""Validates a request against a decoder, before a slot is taken.
 
-What no bundle could honour, `Options.check` has refused before.
+`Options.check` has already refused what no bundle could run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ COUNTS_AND_BIASES = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a decoder can do.
+    """What a decoder supports.
 
-    vocab_size: how many tokens there are; embeddings: how many ids the target can read. max_len,
-    max_gamma: of the bundle; context: the most that it could be built for, None where nobody knows.
-    kinds, on_host: see `Rounds`. has_model: whether there is a draft model.
+    vocab_size: number of tokens; embeddings: number of ids that the target can read. max_len,
+    max_gamma: of the bundle; context: the largest max_len that it could be built with, None if
+    unknown. kinds, on_host: see `Rounds`. has_model: whether there is a draft model.
     """
 
     vocab_size: int
@@ -42,7 +42,7 @@ def check_request(request: Request, limits: Limits) -> None:
     if (source := len(read)) > limits.max_len:
         raise OutriderError(
             "prompt",
-            f"the source has {source:,} tokens and the bundle's encoder takes {limits.max_len:,}",
+            f"the source has {source:,} tokens, and the bundle's encoder takes {limits.max_len:,}",
             _longer(source, limits),
         )
     check_ids(read, limits.embeddings, "source")
@@ -51,7 +51,7 @@ def check_request(request: Request, limits: Limits) -> None:
     if length >= limits.max_len:
         raise OutriderError(
             "prompt",
-            f"the prompt has {length:,} tokens and the bundle's context {limits.max_len:,}",
+            f"the prompt has {length:,} tokens, and the bundle's context is {limits.max_len:,}",
             _longer(length + request.max_new_tokens, limits),
         )
     check_ids(request.prompt, limits.embeddings)
@@ -63,15 +63,15 @@ def check_request(request: Request, limits: Limits) -> None:
         (gamma < 0, f"gamma={gamma} is negative", within),
         (gamma > limits.max_gamma,
          f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
-        *((getattr(request.params, name), f"{name} is not in the sampling kernel of a GPU",
+        *((getattr(request.params, name), f"{name} is not supported by the GPU sampling kernel",
            "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
         (request.processors and not limits.on_host,
-         "no_repeat_ngram_size, bad_words_ids, forced_eos_token_id and processors act on logits "
-         "that a GPU does not hand out", "Leave them out (by 0, [] and ignore_eos what the "
-         "checkpoint asks for), or use a bundle that runs on the CPU."),
+         "no_repeat_ngram_size, bad_words_ids, forced_eos_token_id and processors need logits on "
+         "the CPU, where a GPU does not copy them", "Leave them out (0, [] and ignore_eos turn off "
+         "the checkpoint's), or use a bundle that runs on the CPU."),
         (request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size,
          f"logprobs={request.logprobs} is out of range",
-         f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are."),
+         f"Choose from 0 to {limits.vocab_size}, the size of the vocabulary."),
     ])  # fmt: skip
 
 
@@ -81,22 +81,22 @@ def check_ids(prompt: Sequence[int], embeddings: int, what: str = "prompt") -> N
     if odd is not None:
         raise OutriderError(
             "prompt",
-            f"the {what} has the token id {odd}, and the model only 0 to {embeddings - 1}",
-            f"Leave that token out of the {what} or the chat template.",
+            f"the {what} contains token id {odd}, and the model has only 0 to {embeddings - 1}",
+            f"Remove that token from the {what} or the chat template.",
         )
 
 
 def _longer(wanted: int, limits: Limits) -> str:
-    """What to do about a prompt that does not fit: a remedy that the model can follow."""
+    """The remedy for a prompt or source that does not fit, within the model's own limit."""
     if limits.context is None or wanted <= limits.context:
         return f"Shorten it, or build the bundle with MAX_LEN={wanted}."
     if limits.max_len < limits.context:
-        return f"Shorten it, and build with MAX_LEN={limits.context}, all that the model can."
-    return "Shorten it: that is all that the model was made for."
+        return f"Shorten it, and build with MAX_LEN={limits.context}, the model's maximum."
+    return "Shorten it: this is the model's maximum."
 
 
 def _check_draft(request: Request, limits: Limits) -> None:
-    """Whether who is to propose is here, and can what is asked of it."""
+    """Refuse a draft that is not available, or that does not support the request's options."""
     name, tempered = request.draft, request.draft_temperature is not None
     kind, stops = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
@@ -106,7 +106,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
         ((tempered or stops) and not limits.on_host,
-         "draft_temperature and draft_threshold are for the CPU in this version",
+         "draft_temperature and draft_threshold are only for the CPU in this version",
          "Leave them out."),
         (tempered and request.params.temperature == 0,
          "draft_temperature has no effect at temperature=0",
@@ -124,12 +124,12 @@ def _check_draft(request: Request, limits: Limits) -> None:
          "Leave draft_threshold out, or use draft=model."),
         (stops and request.policy is not None,
          "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
-         "Use one of them."),
+         "Use only one of them."),
     ])  # fmt: skip
 
 
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
-    """Why this kind of draft is not there, and how to get it."""
+    """The error for a kind of draft that is not available."""
     kind, on_host = KINDS[name], limits.on_host
     if kind.needs_model() and not limits.has_model:
         return OutriderError(
@@ -150,6 +150,6 @@ def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
             )
     return OutriderError(
         "option",
-        f"draft={name} is for the CPU in this version",
+        f"draft={name} is only for the CPU in this version",
         "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
     )

@@ -1,7 +1,7 @@
-"""What rounds cost, and how well earlier texts were drafted: what requests know of each other.
+"""The cost of rounds and the acceptance of earlier texts, which requests share.
 
-Nothing here reads a clock: times are seconds where they come in. Where they go out they are plain
-steps: one token of the target alone, sampling and host included.
+Nothing here reads a clock. Times passed in are seconds; those returned are in plain steps: the time
+of one token of the target alone, sampling and host included.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from statistics import median_low
 
 import numpy as np
 
-WINDOW = 9  # timings that a median is of: four outliers of any size do not move it far
-COLD = 4  # rounds after a change of gamma, while caches still hold what the other one used
-TIMED = 2  # rounds, the faster of which is believed
-PRIOR, WEIGHT = 0.8, 4.0  # acceptance before anything is known, and how many tokens it counts for
-MEMORY = 256  # tokens for which the acceptance of earlier texts is remembered
-MOST_SETTINGS = 64  # of sampling, whose texts are remembered apart
+WINDOW = 9  # timings per median: four outliers of any size do not move it far
+COLD = 4  # rounds after a change of gamma while caches still hold the data of the previous one
+TIMED = 2  # rounds needed for a first estimate, which is the faster of them
+PRIOR, WEIGHT = 0.8, 4.0  # acceptance before anything is known, and its weight in tokens
+MEMORY = 256  # tokens over which the acceptance of earlier texts fades
+MOST_SETTINGS = 64  # sampling settings whose texts are remembered separately
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """What rounds cost. plain: seconds of a plain step. In plain steps: draft, a step of the draft
-    (the paper's c); verify[k], all else of a round with k draft tokens; reading, what each token
-    that the draft has missed adds to the call in which it reads them."""
+    """The costs of rounds. plain: seconds of a plain step. In plain steps: draft, a step of the
+    draft (the paper's c); verify[k], the rest of a round with k draft tokens; reading, the cost of
+    each token that the draft has missed, in the call that reads them."""
 
     plain: float
     draft: float
@@ -36,11 +36,12 @@ class RoundCosts:
     def of(
         cls, draft: float, rest: Mapping[int, float], max_gamma: int, reading: float = 0.0
     ) -> RoundCosts:
-        """From seconds. rest: all of a round but its draft steps, by gamma, for one gamma at least.
+        """Make the costs from seconds. rest: a round without its draft steps, by gamma, for at
+        least one gamma.
 
-        A gamma that is not there lies on the line between its neighbours. One beyond the largest
-        lies on the line from the smallest to the largest, which does not fall; one below the
-        smallest costs what that does.
+        Other gammas are interpolated linearly between their neighbours. Those above the largest lie
+        on the line from the smallest to the largest, with a slope of at least 0; those below the
+        smallest cost as much as the smallest.
         """
         low, high = min(rest), max(rest)
         slope = max(0.0, rest[high] - rest[low]) / max(1, high - low)
@@ -51,30 +52,32 @@ class RoundCosts:
         return cls(plain, draft / plain, [each / plain for each in seconds], reading / plain)
 
     def round(self, gamma: int) -> float:
-        """Plain steps of a round: the denominator of Theorem 3.8, with what a width costs."""
+        """Plain steps per round: the denominator of Theorem 3.8, with the measured cost of each
+        width."""
         return gamma * self.draft + self.verify[gamma]
 
     def catching_up(self, tokens: int) -> float:
-        """Plain steps that the draft takes to read what it has missed."""
+        """Plain steps that the draft takes to read the tokens it has missed."""
         return self.draft + tokens * self.reading if tokens else 0.0
 
 
 class EarlierTexts:
-    """Acceptance of the texts before, fading.
+    """The fading average of the acceptance of earlier texts.
 
-    prior: what is taken for it before there were any. among: others, which are told too.
+    prior: the acceptance assumed before there are any. among: a more general average, which is
+    updated too.
     """
 
     def __init__(self, prior: float = PRIOR, among: EarlierTexts | None = None):
         self._seen, self._kept, self._among = WEIGHT, prior * WEIGHT, among
 
     def began(self) -> None:
-        """A text. It counts as one token of hope: texts that are too short to try a draft that did
-        badly would otherwise never hear that there is a better one."""
+        """Record the start of a text, as one token with the prior acceptance. Otherwise, texts too
+        short to retry a draft that did badly would never find out that it has improved."""
         self.add(1, PRIOR)
 
     def add(self, examined: int, accepted: float) -> None:
-        """Draft tokens of a round."""
+        """Record the draft tokens of a round."""
         fade = 1 - examined / MEMORY
         self._seen, self._kept = fade * self._seen + examined, fade * self._kept + accepted
         if self._among is not None:
@@ -82,13 +85,13 @@ class EarlierTexts:
 
     @property
     def acceptance(self) -> float:
-        """What a text may expect."""
+        """The expected acceptance of a new text."""
         return self._kept / self._seen
 
 
 @dataclass(slots=True)
 class _Series:
-    """Timings of one thing. Those with warm caches count, and where there are none the others."""
+    """Timings of one quantity. Those with warm caches are used if there are any."""
 
     cold: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     warm: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -107,15 +110,15 @@ class _Series:
 
 @dataclass(slots=True)
 class _Timings:
-    """Seconds, of one batch size. rest: all of a round but its draft steps, by gamma."""
+    """Timings in seconds for one batch size. rest: a round without its draft steps, by gamma."""
 
     draft: _Series = field(default_factory=_Series)
     rest: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
-    # For each token, and how many there were: of a call with few of them it is mostly noise.
+    # (Seconds per token, number of tokens) of each call; with few tokens it is mostly noise.
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
     gamma: int = 0
-    stay: int = 0  # rounds of this gamma before the last
+    stay: int = 0  # consecutive rounds with this gamma before the last one
     made: RoundCosts | None = None
 
     @property
@@ -123,7 +126,7 @@ class _Timings:
         return 0 in self.rest and self.rest[0].known
 
     def reading(self) -> float:
-        """The median by tokens."""
+        """The median seconds per token, weighted by tokens."""
         half = sum(tokens for _, tokens in self.readings) / 2
         for each, tokens in sorted(self.readings):
             half -= tokens
@@ -133,9 +136,9 @@ class _Timings:
 
 
 class Costs:
-    """What requests with one kind of draft know of each other: what rounds cost, by batch size, and
-    how well texts were drafted, by the settings of their sampling: p and q are what is left after
-    temperatures and filters, and acceptance is a property of those two."""
+    """What requests with one kind of draft share: the costs of rounds, by batch size, and the
+    acceptance of texts, by their sampling settings: acceptance depends on p and q after
+    temperatures and filters."""
 
     def __init__(self, max_gamma: int):
         self.max_gamma = max_gamma
@@ -144,19 +147,19 @@ class Costs:
         self._settings: dict[Hashable, EarlierTexts] = {}
 
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
-        """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
-        but the choosing and what `caught_up` is told."""
+        """Record a round of `batch` sequences with `gamma` draft steps: the seconds in those, and
+        in the rest, without the choice of gamma and what `caught_up` records."""
         seen = self._batches[batch]
         seen.count += 1
         seen.stay = seen.stay + 1 if gamma == seen.gamma else 0
         seen.gamma, seen.made = gamma, None
-        warm = seen.stay >= COLD or gamma == 0  # it is mostly the draft that grows cold
-        seen.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may say 0
+        warm = seen.stay >= COLD or gamma == 0  # mostly the draft's data leaves the caches
+        seen.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
         if gamma:
             seen.draft.add(time_draft / gamma, warm)
 
     def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
-        """The draft read tokens that it lacked: a prompt, or what rounds without it had added."""
+        """Record that the draft read tokens it lacked: a prompt, or those of rounds without it."""
         seen = self._batches[batch]
         if seen.draft.known:
             each = max(0.0, seconds - seen.draft.value) / max(1, tokens)
@@ -164,8 +167,8 @@ class Costs:
             seen.made = None
 
     def lacking(self, batch: int) -> int | None:
-        """A gamma to time before `rounds` has something to go by: 0, what all else is compared
-        with, then 1. None where both are known, or others decide which rounds there are."""
+        """A gamma that must be timed before `rounds` can be used: 0, the baseline of all
+        comparisons, then 1. None if both are known, or other requests determine the rounds."""
         seen = self._batches[batch]
         if seen.count >= 4 * TIMED:
             return None
@@ -174,33 +177,33 @@ class Costs:
         return None if seen.draft.known else 1
 
     def rounds(self, batch: int) -> RoundCosts:
-        """Of medians. No verification is taken to cost more than a wider one that was seen: so a
-        plain step that was last timed at the end of a long text, or on a busy machine, does not
-        make drafts look fast. A batch size must have been observed."""
+        """The costs, from medians. No verification is assumed to cost more than a wider one that
+        was timed: a plain step last timed at the end of a long text, or on a busy machine, must not
+        make drafts look fast. The batch size must have been observed."""
         seen = self._batches[batch]
         if seen.made is None:
             known = {g: rest for g, rest in seen.rest.items() if rest.known} or seen.rest
             least, rest = float("inf"), {}
             for gamma in sorted(known, reverse=True):
                 rest[gamma] = least = min(least, known[gamma].value)
-            # A draft that was never timed is tried only after a pause.
+            # An untimed draft is assumed slow, and tried only after a pause.
             draft = seen.draft.value if seen.draft.known else min(rest.values())
             seen.made = RoundCosts.of(draft, rest, self.max_gamma, seen.reading())
         return seen.made
 
     def timed(self, batch: int) -> RoundCosts | None:
-        """`rounds`, where a plain step and a draft step were timed; None where it would guess."""
+        """`rounds` if a plain step and a draft step were timed; None if it would be a guess."""
         seen = self._batches.get(batch)
         if seen is None or not (seen.plain_known and seen.draft.known):
             return None
         return self.rounds(batch)
 
     def earlier(self, settings: Hashable = None) -> EarlierTexts:
-        """Those with these settings. New settings begin with what all texts say together."""
+        """Earlier texts with these settings. New settings start from the average of all texts."""
         mine = self._settings.pop(settings, None) or EarlierTexts(
             self._texts.acceptance, self._texts
         )
-        self._settings[settings] = mine  # as the one that was used last
+        self._settings[settings] = mine  # now the most recently used
         if len(self._settings) > MOST_SETTINGS:
             del self._settings[next(iter(self._settings))]
         return mine

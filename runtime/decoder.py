@@ -1,7 +1,7 @@
 """Requests in slots: admitted, advanced round by round, released.
 
-This module knows nothing of tokenizers, files or backends: it takes what runs a round
-(`sequence.Rounds`) and token ids, and owns the texts. What a round is: `round.speculate`.
+This module is independent of tokenizers, files and backends: it takes an object that runs rounds
+(`sequence.Rounds`) and token ids, and owns the sequences. `round.speculate` shows a round.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .sequence import (
 class Decoder:
     """Sequences in slots, advanced together one round at a time.
 
-    vocab_size: how many tokens there are; logits beyond are padding. A narrower draft proposes
-    none of the others.
-    max_len: longest prompt + output. draft_max_len: where the draft's own context ends; a
-    sequence that reaches it goes on without drafts. context: the largest max_len that the target
-    could have been built for, None where that is not known.
+    vocab_size: number of tokens; logits beyond it are padding. A draft with fewer tokens never
+    proposes the others.
+    max_len: longest prompt + output. draft_max_len: the length of the draft's own context; a
+    sequence that reaches it continues without drafts. context: the largest max_len that the target
+    could have been built for, None if unknown.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Decoder:
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.context = context
-        # What policies choose by; a lookup costs other than a model.
+        # Used by policies; separate for each draft, because a lookup costs less than a model.
         self.costs: dict[str, Costs] = defaultdict(lambda: Costs(max_gamma))
 
     # Joining and leaving
@@ -69,7 +69,7 @@ class Decoder:
         )  # fmt: skip
 
     def admit(self, request: Request) -> ActiveSequence:
-        """Take a slot, prefill the target, emit the first token (it comes from p alone)."""
+        """Take a slot, prefill the target, and emit the first token, drawn from p alone."""
         self.check(request)
         known = request.prompt[:1] if request.second else request.prompt
         slot = self.slots.acquire(known, request.source)
@@ -93,7 +93,7 @@ class Decoder:
         return sequence
 
     def release(self, sequence: ActiveSequence) -> None:
-        """Give the slot back. Its rows stay, for a text that begins like this one."""
+        """Free the slot. Its rows stay, for a later text that begins the same way."""
         try:
             self.rounds.forget(sequence)
         finally:
@@ -102,10 +102,10 @@ class Decoder:
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> None:
-        """One round for all given unfinished sequences, whose `output` grows.
+        """Run one round for all given unfinished sequences, which extends their `output`.
 
-        That of a sequence whose logits are broken does not: it ends with `finish_reason` "error"
-        and its `error`, and is to be released. The others do not notice.
+        A sequence whose logits are broken ends with `finish_reason` "error" and its `error`, and
+        must be released. The others are not affected.
         """
         begin = time.perf_counter()
         plans = [self._plan(sequence, len(batch)) for sequence in batch]
@@ -116,7 +116,7 @@ class Decoder:
         for sequence, part in zip(batch, result.parts, strict=True):
             try:
                 self._settle(sequence, part)
-            except BaseException:  # an interrupt, perhaps of a thread whose text is another one
+            except BaseException:  # an interrupt, perhaps in a thread that owns another text
                 self._check_whole(sequence)
                 raise
         end = time.perf_counter()
@@ -128,7 +128,7 @@ class Decoder:
             stats.time_draft += result.time_draft
             stats.time_draft_prefill += result.time_draft_prefill
             stats.time_rounds += end - begin - result.time_draft_prefill
-            # Not wall time since the start: a slow reader of a stream is not a slow decoder.
+            # Not wall time since the start, which would include a slow reader of the stream.
             stats.elapsed += end - begin
 
     def _plan(self, sequence: ActiveSequence, together: int) -> SlotPlan:
@@ -143,16 +143,16 @@ class Decoder:
     def _observe(
         self, result: RoundResult, plans: Sequence[SlotPlan], behind: int, seconds: float
     ) -> None:
-        """Tell what a round cost to those that choose by it.
+        """Record the cost of a round, for policies.
 
-        behind: tokens that the draft had to read first. seconds: all of the round but the choosing,
-        which comes before some rounds only: a gamma that is seldom tried would look dear.
+        behind: tokens that the draft had to read first. seconds: the round without the choice of
+        gamma, which only some rounds make: it would make rarely used gammas look expensive.
         """
         kinds = {plan.sequence.request.draft for plan in plans}
         if not any(plan.sequence.request.policy for plan in plans) or len(kinds) > 1:
-            return  # of a round with both, neither's cost is known
+            return  # with several kinds of draft, the cost of each is unknown
         if any(part.error for part in result.parts):
-            return  # it was several rounds
+            return  # the sequences were run again one by one
         costs, caught_up = self.costs[kinds.pop()], result.time_draft_prefill
         steps = max(len(part.drafts) for part in result.parts)
         rest = seconds - result.time_draft - caught_up
@@ -161,14 +161,14 @@ class Decoder:
             costs.caught_up(len(plans), behind, caught_up)
 
     def _left(self, sequence: ActiveSequence) -> int:
-        """How many tokens the text can still have."""
+        """How many more tokens the text can have."""
         return min(
             sequence.request.max_new_tokens - len(sequence.output),
             self.max_len - len(sequence.slot.tokens),
         )
 
     def _limit(self, sequence: ActiveSequence) -> int:
-        """How many tokens to draft at most: what can still become text and fits the contexts."""
+        """The most tokens to draft: those that can still become text and fit into the contexts."""
         if not KINDS[sequence.request.draft].reads_model:
             return max(0, self._left(sequence) - 1)
         if self.draft is None or len(source_ids(sequence.request.source)) > self.draft_max_len:
@@ -176,7 +176,7 @@ class Decoder:
         return max(0, min(self._left(sequence) - 1, self.draft_max_len - len(sequence.slot.tokens)))
 
     def _settle(self, sequence: ActiveSequence, part: SlotResult) -> None:
-        """Commit what becomes text of a round."""
+        """Commit the tokens of a round that become text."""
         if part.error is not None:
             sequence.error, sequence.finish_reason = part.error, "error"
             return
@@ -210,11 +210,11 @@ class Decoder:
 
     @staticmethod
     def _check_whole(sequence: ActiveSequence) -> None:
-        """A text that a round was added to in part cannot go on."""
+        """Fail a sequence to which a round was only partly added."""
         if len(sequence.slot.tokens) != len(sequence.request.prompt) + len(sequence.output):
             sequence.finish_reason = "error"
-            cause = "an interrupt came while the text's round was settled"
-            sequence.error = OutriderError("busy", cause, "Ask again")
+            cause = "an interrupt came while the tokens of a round were added to the text"
+            sequence.error = OutriderError("busy", cause, "Repeat the request")
 
     def _finish_reason(self, sequence: ActiveSequence, token: int) -> str | None:
         request = sequence.request
@@ -224,7 +224,7 @@ class Decoder:
             return reason
         if len(sequence.output) == request.max_new_tokens:
             return "length"
-        # The prompt and every token emitted so far: the slot commits only after the block.
+        # Counted from prompt and output, because the slot commits only after the whole round.
         if len(request.prompt) + len(sequence.output) == self.max_len:
             return "context"
         return None

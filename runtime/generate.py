@@ -1,6 +1,6 @@
-"""The command line: text to stdout, everything about it to stderr.
+"""The command line: the text goes to stdout, everything else to stderr.
 
-`outrider` once installed, `python -m runtime.generate` in the checkout.
+It is `outrider` if installed, and `python -m runtime.generate` in the checkout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     with interrupts_wait():
-        from .cli.command import run  # here, where Ctrl-C ends it with one line
+        from .cli.command import run  # imported here, so that Ctrl-C ends it with one line
     return run(argv)
 
 

@@ -1,4 +1,4 @@
-"""A bundle on the CPU: its engines, what samples, and its rounds."""
+"""A bundle on the CPU: its engines, samplers and rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_rounds(
     corpus: str | Path | None,
     reuse: bool,
 ) -> HostRounds:
-    """Open both engines on the CPU, and what drafts read of files. The arguments are those of
+    """Open both engines on the CPU, and the files that drafts read. The arguments are those of
     `bundle.load`. Raises OutriderError "backend", "memory", "option", "vocabulary"."""
     pair = manifest.pair
     tables = looked = None
@@ -49,7 +49,7 @@ def open_rounds(
             widest=pair.max_gamma + 1,
             buffers=pair.max_gamma if role == "draft" else 1,
             threads=threads,
-            # A draft may have any bits: what a text is, the target's say.
+            # The draft's bitwise results do not matter: the target decides the text.
             narrowest=bits.narrowest if role == "target" else 1,
         )
         for role, facts in pair.models()
@@ -58,7 +58,7 @@ def open_rounds(
         engines["draft"].read_states_of(engines["target"])
     if cause := kernel.unavailable():
         logger.warning(
-            "sampling in NumPy, attention over all rows, several times slower: %s", cause
+            "sampling in NumPy and attention over all rows, several times slower: %s", cause
         )
     threads = min(threads or os.cpu_count() or 1, kernel.MAX_THREADS)
 

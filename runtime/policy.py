@@ -1,12 +1,12 @@
-"""Which gamma a request's next round uses: what it has seen, and what rounds have cost.
+"""Chooses gamma for a request's next round, from its acceptance so far and the cost of rounds.
 
-Exactness is untouched: a round's gamma is chosen from what came before the round, never from its
-own draft tokens, so that given the past a round is Algorithm 1 with a constant, which emits from p
-whatever the constant. A choice by measured times differs from run to run, so at temperature > 0
-the same seed can give another text, of the same distribution; at 0 only near-ties can differ.
+Exactness is not affected: a round's gamma is chosen from what came before the round, never from its
+own draft tokens. Given the past, a round is Algorithm 1 with a constant gamma, which emits from p
+for any constant. A choice by measured times differs from run to run, so at temperature > 0 the same
+seed can give a different text, of the same distribution; at 0 only near-ties can differ.
 
-Nothing here draws a random number or reads a clock. Times are seconds where they come in, and
-plain steps (one token of the target alone, sampling and host included) from there on.
+Nothing here draws a random number or reads a clock. Costs are in plain steps (one token of the
+target alone, sampling and host included).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Protocol
 
 from .costs import PRIOR, WEIGHT, Costs, EarlierTexts, RoundCosts
 
-KEEP = 0.96  # what was seen counts that much less with every round
-STAY = 8  # rounds that a choice is for
+KEEP = 0.96  # factor by which earlier observations fade with every round
+STAY = 8  # rounds for which a choice is kept
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
-ALLOWANCE, RATE = 3.0, 0.03  # plain steps, and of every token: what a text may lose
+ALLOWANCE, RATE = 3.0, 0.03  # what a text may lose: plain steps, and plain steps per token
 
 
 class Policy(Protocol):
-    """Of one request."""
+    """Chooses gamma for the rounds of one request."""
 
     def next(self, batch: int) -> int:
         """gamma for the next round, in which `batch` sequences take part. Each request chooses as
-        if the others did the same."""
+        if the others choose the same."""
 
     def observe(self, gamma: int, examined: int, accepted: int) -> None:
-        """A round gave this. gamma: drafts that were verified, which may be fewer than asked for.
-        examined: of them, looked at before the first rejection, that one included."""
+        """Record the result of a round. gamma: drafts that were verified, which may be fewer than
+        requested. examined: those up to the first rejection, that one included."""
 
 
 def make_policy(
@@ -42,9 +42,9 @@ def make_policy(
     fallback: bool,
     settings: Hashable = None,
 ) -> Policy:
-    """gamma: a number, "auto", or "transformers". fallback: go without drafts while they lose,
-    which "auto" always does. settings: what p and q depend on beside the models. Raises
-    ValueError."""
+    """Make a policy. gamma: a number, "auto", or "transformers". fallback: decode without drafts
+    while they lose time, which "auto" always does. settings: what p and q depend on besides the
+    models. Raises ValueError."""
     if gamma == "auto":
         return Measured(costs, max_gamma, settings=settings)
     if gamma == "transformers":
@@ -70,12 +70,12 @@ class Constant:
 
 
 class Transformers:
-    """The schedule "heuristic" of Hugging Face Transformers: from 5, 2 more after a round that
-    accepted all drafts, else 1 less, at least 1.
+    """The "heuristic" schedule of Hugging Face Transformers: starts at 5, adds 2 after a round that
+    accepted all drafts, otherwise subtracts 1, down to 1.
 
     `AssistedCandidateGenerator.update_candidate_strategy` in generation/candidate_generator.py,
     the same from 4.38 to 5.23; 5 and "heuristic" were the defaults until 4.45, 20 and "constant"
-    are now. There it grows without end; here to max_gamma.
+    are now. There it grows without limit; here up to max_gamma.
     """
 
     def __init__(self, max_gamma: int):
@@ -92,13 +92,13 @@ class Transformers:
 
 
 class Acceptance:
-    """Of one text: which draft tokens were accepted, by their position in a round, fading.
+    """The acceptance of one text's draft tokens by position in a round, as fading averages.
 
-    prior: the acceptance that it begins with.
+    prior: the initial acceptance.
     """
 
     def __init__(self, max_gamma: int, prior: float):
-        # Tokens examined and accepted: of all positions, and of each.
+        # Tokens examined and accepted: in total, and at each position.
         self.seen, self.kept = WEIGHT, prior * WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
 
@@ -110,8 +110,8 @@ class Acceptance:
             self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
 
     def tokens(self) -> list[float]:
-        """Of a round, by gamma: equation (1) with an acceptance for each position that was reached,
-        which few sightings leave near the common one."""
+        """Expected tokens per round, by gamma: equation (1) with an acceptance for each position,
+        which stays near the common one while there are few observations."""
         common, reached, tokens = self.kept / self.seen, 1.0, [1.0]
         for seen, kept in zip(self.seen_at, self.kept_at, strict=True):
             reached *= (kept + WEIGHT * common) / (seen + WEIGHT)
@@ -119,30 +119,31 @@ class Acceptance:
         return tokens
 
     def forget(self) -> None:
-        """One token of what was seen stays, and one of hope."""
+        """Forget all but one token of what was observed, and add one with the prior acceptance."""
         self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
         self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
         self.seen_at = [min(1.0, s) for s in self.seen_at]
 
 
 class Measured:
-    """The fastest gamma by measured costs and acceptance; with `named`, what that says or 0.
+    """The fastest gamma by measured costs and acceptance; with `named`, the choice of that policy
+    or 0.
 
-    Theorem 3.8 of Leviathan et al. 2023 with what a round really costs in place of gamma c + 1,
-    and acceptance by position in place of alpha. A text begins with the acceptance of earlier ones
-    with its settings: where that says so, without drafts. A choice is for 8 rounds.
+    Theorem 3.8 of Leviathan et al. 2023, with the measured cost of a round instead of gamma c + 1
+    and acceptance by position instead of alpha. A text starts with the acceptance of earlier texts
+    with its settings, and without drafts if that is too low. A choice is kept for 8 rounds.
 
-    What a text may lose is bounded, whatever the draft does: a round with drafts is run only where
-    the text's loss against plain decoding, should the round accept none, stays within 3 plain steps
-    + 3 % of its tokens: 4.2 % of 256 tokens. Where the best gamma may lose more, the best that may
-    not earns what it takes. Losses are counted at measured costs; beyond them are four rounds of a
-    batch size, to have any costs, the draft's reading of the prompt, and what a round takes longer
-    whose caches are cold. The reading of what rounds without drafts have added is a loss too: where
-    it costs more than 3 % of a plain step a token, a draft that was left behind is tried again only
-    out of earlier gains.
+    A text's loss is bounded, whatever the draft does: a round with drafts is run only if the text's
+    loss against plain decoding, should the round accept none, stays within 3 plain steps + 3 % of
+    its tokens: 4.2 % of 256 tokens. If the best gamma could lose more than is left, the best of
+    those that cannot is used, until its gains suffice. Losses are counted at measured costs. Not
+    counted are the first four rounds of a batch size, which measure the costs, the draft's reading
+    of the prompt, and the extra time of rounds with cold caches. Reading the tokens of rounds
+    without drafts counts as a loss: if it costs more than 3 % of a plain step per token, a draft
+    that was left behind is tried again only at the expense of earlier gains.
 
-    16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
-    again, with one token; each time that they lose, after twice as many rounds, up to 1,024.
+    16 rounds after drafts were given up, most observations are forgotten and drafts are tried again
+    with one token; each time they lose, the pause doubles, up to 1,024 rounds.
     """
 
     def __init__(
@@ -154,16 +155,16 @@ class Measured:
     ):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
         self.settings = settings
-        # Both from the first round on: a text may never run.
+        # Both are set in the first round: a request may never run.
         self.acceptance: Acceptance | None = None
         self.earlier: EarlierTexts | None = None
-        # What was chosen, for which batch, and how many more rounds it is for.
+        # The choice, its batch size, and the number of rounds for which it is still kept.
         self.gamma, self.batch, self.left = 1, 0, 0
-        # Rounds with drafts since then: as `observe` was told, and how many tokens were read.
+        # Rounds with drafts since then: the arguments of `observe`, and how many tokens were read.
         self.unsettled: list[tuple[int, int, int, int]] = []
         self.behind = 0  # tokens that the draft has not read
-        self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
-        self.lost_before = 0.0  # when drafts were last resumed
+        self.tokens, self.lost = 0, 0.0  # of the text; lost: plain steps, negative is a gain
+        self.lost_before = 0.0  # `lost` when drafts were last resumed
         self.pause = PAUSE
 
     def next(self, batch: int) -> int:
@@ -182,7 +183,7 @@ class Measured:
             tokens = accepted + 1
             self.tokens += tokens
             self.lost += costs.round(gamma) + costs.catching_up(behind) - tokens
-            examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
+            examined = min(examined, tokens)  # the block rule examines tokens after a rejection
             self.earlier.add(examined, min(accepted, examined))
             self.acceptance.add(examined, min(accepted, examined))
         self.unsettled.clear()
@@ -191,7 +192,7 @@ class Measured:
         if gamma == 0:
             return 0
         spare -= costs.round(gamma) - 1
-        # As many more as may all accept nothing.
+        # Keep the choice only for as many rounds as may all accept nothing.
         later = costs.round(self.max_gamma if self.named else gamma) - 1
         self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
         return gamma if spare >= 0 else 0
@@ -207,8 +208,8 @@ class Measured:
             self.named.observe(gamma, examined, accepted)
 
     def _choose(self, costs: RoundCosts, acceptance: Acceptance, spare: float) -> int:
-        """gamma of the next round; `gamma` of the `left` ones after it. spare: what a round may
-        still lose."""
+        """gamma of the next round; sets `gamma` and `left` for the rounds after it. spare: what a
+        round may still lose."""
         if self.gamma == 0:  # the pause is over
             acceptance.forget()
             self.gamma, self.lost_before = 1, self.lost
@@ -221,7 +222,7 @@ class Measured:
             self.pause = PAUSE if gained else min(2 * self.pause, LONGEST_PAUSE)
             self.left = self.pause - 1
             return 0
-        # The best may be too dear for now, and another earn what it takes.
+        # The best may be too expensive for now; another one can earn what it costs.
         within = [gamma for gamma in choices if costs.round(gamma) - 1 <= spare]
         self.gamma = max(within, key=speed.__getitem__, default=0) or self.gamma
         self.left = STAY - 1

@@ -1,6 +1,6 @@
-"""Algorithm 1 of Leviathan et al. 2023, as the host drives it.
+"""Algorithm 1 of Leviathan et al. 2023, run on the host.
 
-`gpu.rounds.DeviceRounds` is what a GPU runs by itself. Both give the same tokens.
+`gpu.rounds.DeviceRounds` runs it on a GPU. Both give the same tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def speculate(
     slots: SlotTable,
 ) -> list[SlotResult]:
     """Algorithm 1 of Leviathan et al. 2023 for several sequences, each in its slot with its own
-    gamma, up to the commit (`Slot.commit`), which is the decoder's.
+    gamma, up to the commit (`Slot.commit`), which the decoder does.
 
-    Raises OutriderError("numeric") for a broken row. Nothing is changed then that a second attempt
-    would not repeat: random numbers go by the position in the text.
+    Raises OutriderError("numeric") for a broken row. The round can then be repeated: nothing is
+    committed, and random numbers depend only on the position in the text.
     """
     gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
@@ -50,7 +50,7 @@ def speculate(
     }
     logits = feed(target, slots.target_lengths, within, fed)
 
-    # Accept each x with probability min(1, p/q); correct the first that is not, or extend.
+    # Accept each x with probability min(1, p/q); correct the first rejected one, or extend.
     verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])
     return [
         SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - within[0]))
@@ -59,8 +59,8 @@ def speculate(
 
 
 class HostRounds(Rounds):
-    """See `Rounds`. sampler: for as many slots as the engines have. inner, tables, corpus: see
-    `drafts.draft.Sources`. reuse: take rows that a slot still holds for those of a new prompt."""
+    """`Rounds` on the host. sampler: for as many slots as the engines have. inner, tables, corpus:
+    see `drafts.draft.Sources`. reuse: use rows that a slot still holds for a new prompt."""
 
     on_host = True
 
@@ -81,7 +81,7 @@ class HostRounds(Rounds):
         self._clock = clock = Stopwatch()
         width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
         sources = Sources(width, self.slots, draft, inner, tables, corpus)
-        # The round and the drafts know of no clock: it is in what they call.
+        # Rounds and drafts contain no timing code; the objects they call are timed.
         self._sampler = clock.around(
             sampler, begin="host", give="host", draw="sample", verify="sample"
         )
@@ -116,7 +116,7 @@ class HostRounds(Rounds):
         )
 
     def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
-        """A round; where one sequence is to blame for its failure, each sequence by itself."""
+        """Run a round; if it fails because of one sequence, run each sequence separately."""
         try:
             return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
         except OutriderError as error:
@@ -125,7 +125,7 @@ class HostRounds(Rounds):
             if len(plans) == 1:
                 return [SlotResult.broken(error)]
         alone = (part for plan in plans for part in self._parts([plan]))
-        # Their logits share a buffer.
+        # Copied, because the logits of these rounds share a buffer.
         return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]
 
     def forget(self, sequence: ActiveSequence) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of one sequence, what it emits, and what a round is told and tells of it."""
+"""The data of a sequence: its request, the tokens it emits, and a round's inputs and results."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted of one sequence.
+    """How to generate one sequence.
 
-    gamma: most draft tokens a round, 0 is plain decoding. policy: what chooses among 0 .. gamma for
-    each round; None for gamma itself. It is this request's own. draft: who proposes them, a
-    name of `drafts.registry`. draft_temperature: of their distribution, None for the target's.
-    draft_threshold: no more are drafted in a round after one to which the draft itself gave less
-    probability; 0 for never. logprobs: how many alternatives to report for each token, None
-    for none. stop: called with each new token in order; a text ends after the token for which it
-    returns a finish reason. source: what an encoder reads, none where there is none. second: ids of
-    which the target's most probable one after the prompt's first token, unprocessed, becomes its
-    second (a language that is detected). processors: of the logits of target and draft, in this
-    order.
+    gamma: most draft tokens per round, 0 is plain decoding. policy: chooses among 0 .. gamma for
+    each round; None for gamma itself. It is not shared with other requests. draft: the kind of
+    draft, a name of `drafts.registry`. draft_temperature: of the draft's distribution, None for the
+    target's. draft_threshold: a round stops drafting after a token to which the draft gave less
+    probability; 0 for never. logprobs: number of alternatives reported for each token, None for no
+    log-probabilities. stop: called with each new token in order; the text ends after the token for
+    which it returns a finish reason. source: input of the encoder; empty without one. second: the
+    candidates for the second token of the prompt, of which the target's most probable one after the
+    first token, unprocessed, is used (to detect a language). processors: applied to the logits of
+    target and draft, in this order.
     """
 
     prompt: Sequence[int]
@@ -58,8 +58,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token. logprob: log p of the target's own distribution, before any warping and
-    after the request's processors; alternatives: the most probable ids with theirs, best first."""
+    """One emitted token. logprob: log p under the target's own distribution, before any warping and
+    after the request's processors; alternatives: the most probable ids with their log p, best
+    first."""
 
     id: int
     origin: Origin
@@ -70,7 +71,7 @@ class Token:
 class ActiveSequence:
     """A request in its slot.
 
-    finish_reason: None while there is more to come; "error" where `error` says what ended it.
+    finish_reason: None until the text ends; "error" if `error` ended it.
     """
 
     def __init__(self, request: Request, slot: Slot):
@@ -84,7 +85,7 @@ class ActiveSequence:
 
     @property
     def seen(self) -> Sequence[int]:
-        """What there is to copy from: the source, where there is one, and the text."""
+        """The tokens that drafts can copy: the source, if there is one, and the text."""
         text, source = self.slot.tokens, source_ids(self.request.source)
         return [*source, *text] if source else text
 
@@ -93,8 +94,8 @@ class ActiveSequence:
 class SlotPlan:
     """One sequence's part of a round.
 
-    gamma: draft tokens that are wanted. limit: how many can still become text or fit a context.
-    left: tokens that the text can still have.
+    gamma: draft tokens wanted. limit: how many can still become text and fit into the contexts.
+    left: how many more tokens the text can have.
     """
 
     sequence: ActiveSequence
@@ -105,9 +106,9 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
-    """What a round made of one sequence. rows: the target's raw logits [K, V], K > len(drafts);
-    valid until the next round. error: what broke it instead ("numeric"); nothing can be said of the
-    sequence then, and it must be released."""
+    """The result of a round for one sequence. rows: the target's raw logits [K, V], K >
+    len(drafts); valid until the next round. error: set if the round failed ("numeric"); the other
+    fields are then meaningless, and the sequence must be released."""
 
     drafts: list[int]
     verdict: Verdict
@@ -121,9 +122,9 @@ class SlotResult:
 
 @dataclass(slots=True)
 class RoundResult:
-    """One part for each plan, and seconds: in the draft's steps, in rows that it lacked before
-    them, in the target, in draws and verification. A GPU's draws count as drafting, and its
-    verification as the target's."""
+    """One part for each plan, and seconds: in the draft's steps, in rows that the draft lacked
+    before them, in the target, in draws and verification. On a GPU, draws count as drafting, and
+    the verification counts as the target's."""
 
     parts: list[SlotResult] = field(default_factory=list)
     time_draft: float = 0.0
@@ -133,11 +134,11 @@ class RoundResult:
 
 
 class Rounds(Protocol):
-    """Two engines, their slots, and the sampling between them; one thread at a time.
+    """Runs rounds: two engines, their slots, and the sampling. For one thread at a time.
 
-    kinds: who can propose here, names of `drafts.registry`. on_host: whether a draft can have a
-    temperature of its own, and stop where it is unsure, and the sampling knows frequency and
-    presence penalties, biases, and processors.
+    kinds: the available drafts, names of `drafts.registry`. on_host: whether a draft may have its
+    own temperature and a threshold, and sampling supports frequency and presence penalties, biases
+    and processors.
     """
 
     target: Engine
@@ -155,16 +156,16 @@ class Rounds(Protocol):
 
     @abstractmethod
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
-        """One round: draft, verify, accept or correct or extend. Nothing is committed to the slots,
-        but `draft_len` where the draft was given rows that it lacked. One that was launched ahead
-        keeps the gamma of its launch."""
+        """Run one round: draft, verify, then accept, correct or extend. Nothing is committed to the
+        slots, except `draft_len` if the draft read tokens that it lacked. A round that was launched
+        ahead keeps the gamma it was launched with."""
 
     @abstractmethod
     def forget(self, sequence: ActiveSequence) -> None:
-        """The sequence leaves its slot."""
+        """Called when the sequence leaves its slot."""
 
     def clear(self, sequence: ActiveSequence) -> None:
-        """What broke its logits may lie in its rows."""
+        """Clear the rows of a sequence, which may contain what broke its logits."""
         for engine in (self.target, self.draft):
             if engine is not None:
                 engine.clear(sequence.slot.index)

@@ -1,7 +1,7 @@
-"""Who owns which length: the state of one sequence, and the table of cache slots.
+"""Cache slots: the state of the sequence in a slot, and the table of slots.
 
-A cache row is valid when it lies below its model's length; a length is an integer here and nothing
-in the engines, so rolling back is making it smaller.
+A cache row is valid if it lies below its model's length. Lengths are integers kept here and not in
+the engines, so rolling back means reducing a length.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Slot:
 
     @property
     def draft_lacks(self) -> int:
-        """How many tokens the draft has to read before it drafts: of the prompt, or of rounds that
-        went without it. The last two it feeds itself, in its first step."""
+        """How many tokens the draft must read before it drafts: of the prompt, or of rounds without
+        it. The last two are not counted: the draft reads them in its first step."""
         return max(0, len(self.tokens) - 2 - self.draft_len)
 
     def commit(self, tokens: Sequence[int], gamma: int) -> None:
         """Append the n accepted drafts and the token after them.
 
-        gamma: how many were drafted. The target computed the rows of the old pending token and
-        of every accepted draft. The draft fed itself x1..x(gamma-1), so after a fully accepted
-        round it has not computed the row of x(gamma): its length stays one short.
+        gamma: how many were drafted. The target has computed the rows of the old pending token and
+        of every accepted draft. The draft has read x1..x(gamma-1), so after a fully accepted round
+        it has not computed the row of x(gamma): its length stays one short.
         """
         before = len(self.tokens)
         accepted = len(tokens) - 1
@@ -59,11 +59,11 @@ class Slot:
 class SlotTable:
     """Hands out slots.
 
-    target, draft: what the rows of the two caches hold; without them nothing is used twice.
+    target, draft: what the rows of the two caches hold; without them no rows are reused.
     """
 
     def __init__(self, count: int, target: HeldRows | None = None, draft: HeldRows | None = None):
-        self._slots = [Slot(index) for index in range(count)]  # the free ones as they were left
+        self._slots = [Slot(index) for index in range(count)]  # free ones keep their last state
         self._busy: set[int] = set()
         self._target, self._draft = target, draft
 
@@ -75,13 +75,13 @@ class SlotTable:
         return len(self) - len(self._busy)
 
     def acquire(self, prompt: Sequence[int] = (), source: Source = ()) -> Slot:
-        """A slot without text, whose lengths are those of the prompt's rows that it still holds;
-        source: what the prompt's rows are of, where there is an encoder.
+        """A slot without text, whose lengths count the rows of the prompt that it still holds.
+        source: the source that these rows belong to, if there is an encoder.
 
-        The one in which the least is computed or lost: a text that goes on finds its rows again,
-        and another one does not cost it them while there is an empty slot. Of equal ones the
-        lowest, so that the busy ones stay close together.
-        Raises OutriderError("busy") when all are taken.
+        Takes the free slot in which the fewest rows are computed or lost: a continued text finds
+        its rows again, and a new text does not overwrite them while there is an empty slot. Among
+        equal slots the lowest is taken, so that busy ones stay close together.
+        Raises OutriderError("busy") if all are taken.
         """
         free = [index for index in range(len(self)) if index not in self._busy]
         if not free:
@@ -92,8 +92,8 @@ class SlotTable:
             )
         index, held, rows = free[0], 0, self._target
         if rows is not None:
-            # The last token's logits are wanted, and a call of one token may round otherwise than
-            # wider ones: so at least two are computed, here and of the draft where it lacks any.
+            # The last token's logits are needed, and a call of one token may round differently from
+            # wider ones: so at least two tokens are computed, and by the draft two if it lacks any.
             most = max(0, len(prompt) - 2)
             common = {i: rows.resumes(i, min(most, rows.common(i, prompt, source))) for i in free}
             index = min(free, key=lambda i: rows.length(i) - 2 * common[i])
@@ -105,7 +105,7 @@ class SlotTable:
             drafted = need if drafted >= need else max(0, min(drafted, need - 2))
             slot.draft_len = self._draft.resumes(index, drafted)
         self._slots[index] = slot
-        self._busy |= {index}  # last, and no call: who is interrupted before has taken nothing
+        self._busy |= {index}  # last, and not a call: an interrupt before it takes no slot
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -114,10 +114,10 @@ class SlotTable:
 
     @property
     def target_lengths(self) -> list[int]:
-        """How many of a slot's rows are worth keeping: those of its text, or of that it had."""
+        """For each slot, the number of rows to keep: those of its text, or of its last text."""
         return [slot.target_len for slot in self._slots]
 
     @property
     def draft_lengths(self) -> list[int]:
-        """The same of the draft's."""
+        """The same for the draft."""
         return [slot.draft_len for slot in self._slots]

@@ -1,4 +1,4 @@
-"""What a request measured: rounds, both acceptance definitions, and where the time went."""
+"""Statistics of a request: rounds, acceptance by both definitions, and where the time went."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Part = Literal["draft", "draft_prefill", "verify", "sample", "host"]
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one request, or of `requests` that were summed. Times are seconds here,
+    """Counts and times of one request, or the sums over `requests` of them. Times are seconds here,
     milliseconds in `summary`.
 
-    A round that several sequences share counts in full for each: times are what this request waited
-    for, so those of requests that ran together add up to more than the wall time.
+    A round that several sequences share counts in full for each: times are those that this request
+    waited, so the times of requests that ran together add up to more than the wall time.
 
-    source_tokens: that an encoder reads. reused_tokens: of the prompt, those whose rows the
-    target's cache still held.
-    drafted: draft tokens that a verification saw. examined: those it looked at before the first
-    rejection, that one included. accepted: those that became text.
+    source_tokens: read by an encoder. reused_tokens: tokens of the prompt whose rows the target's
+    cache still held.
+    drafted: draft tokens passed to a verification. examined: those up to the first rejection, that
+    one included. accepted: those that became text.
     drafted_at[i], accepted_at[i]: the same for draft position i of a round.
     """
 
@@ -33,7 +33,7 @@ class Stats:
     output_tokens: int = 0
     rounds: int = 0
     undrafted: int = 0  # rounds without a draft token
-    round_tokens: int = 0  # all but the first, which the prefill gives
+    round_tokens: int = 0  # output tokens except the first, which the prefill gives
     drafted: int = 0
     examined: int = 0
     accepted: int = 0
@@ -51,9 +51,11 @@ class Stats:
     def count_round(
         self, gamma: int, accepted: int, examined: int, emitted: int, *, whole: bool = True
     ) -> None:
-        """emitted: tokens that became text, at most accepted + 1; whole: nothing was cut off.
+        """Add a round. emitted: tokens that became text, at most accepted + 1; whole: the round was
+        not cut off by the end of the text.
 
-        What an end of text cut off says nothing about the draft, so it has no position counted.
+        Positions that the end of the text cut off are not counted, because they are not evidence
+        about the draft.
         """
         self.rounds += 1
         self.undrafted += gamma == 0
@@ -88,33 +90,33 @@ class Stats:
 
     @property
     def time_host(self) -> float:
-        """Python between the engine calls and the sampling."""
+        """Seconds spent in Python between engine calls and sampling."""
         return max(0.0, self.time_rounds - self.time_draft - self.time_verify - self.time_sample)
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens, from the request's start to its last token."""
+        """Output tokens per second, from the request's start to its last token."""
         return self.output_tokens / self.elapsed if self.elapsed else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha: accepted of examined."""
+        """alpha: accepted / examined."""
         return self.accepted / max(1, self.examined)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau: tokens of a round, the correction or bonus token included."""
+        """tau: tokens per round, including the correction or bonus token."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Accepted of drafted at each position of a round, as far as any round was whole there."""
+        """Accepted / drafted at each position of a round, for positions with a count."""
         counts = zip(self.accepted_at, self.drafted_at, strict=True)
         return [accepted / drafted for accepted, drafted in counts if drafted]
 
     @property
     def tpot(self) -> float:
-        """Seconds for each output token after the first; the mean where requests were summed."""
+        """Seconds per output token after the first; the mean if requests were summed."""
         return (self.elapsed - self.ttft) / max(1, self.output_tokens - self.requests)
 
     def summary(self) -> dict[str, Any]:
@@ -140,10 +142,10 @@ class Stats:
 
 
 class Stopwatch:
-    """Seconds of a round by what they were spent on, each second once.
+    """The seconds of a round by part, each second counted once.
 
-    What is called within another part's call counts as its own part alone. So drafting may draw
-    from the sampler, and neither of the two has to know of a clock.
+    A call made within another part's call counts only as its own part. So drafting can call the
+    sampler, and neither needs timing code.
     """
 
     def __init__(self) -> None:
@@ -152,7 +154,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def enter(self, part: Part) -> Part:
-        """From now on time is this part's. Returns whose it was."""
+        """Count time from now on as this part's. Returns the previous part."""
         now, before = time.perf_counter(), self._part
         self._seconds[before] += now - self._since
         self._since, self._part = now, part
@@ -165,12 +167,12 @@ class Stopwatch:
         return taken
 
     def around(self, thing: T, **parts: Part) -> T:
-        """What stands for `thing` in a round: calls of the named methods count as a part."""
+        """A proxy for `thing` whose named methods are counted as the given parts."""
         return cast(T, _Timed(thing, self, parts))
 
 
 class _Timed:
-    """See `Stopwatch.around`. A method is looked up at each call, so it may be replaced."""
+    """See `Stopwatch.around`. Methods are looked up at each call, so they may be replaced."""
 
     def __init__(self, thing: Any, watch: Stopwatch, parts: dict[str, Part]):
         self._thing = thing

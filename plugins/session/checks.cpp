@@ -59,7 +59,7 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
     fail(OUTRIDER_FAILED_PROMPT, "the prompt is empty", "Give it at least one token");
   if (length >= bundle.max_len)
     fail(OUTRIDER_FAILED_PROMPT,
-         "the prompt has " + std::to_string(length) + " tokens and the bundle's context " +
+         "the prompt has " + std::to_string(length) + " tokens, and the bundle's context is " +
              std::to_string(bundle.max_len),
          "Shorten it, or build the bundle with MAX_LEN=" +
              std::to_string(static_cast<uint64_t>(length) +
@@ -68,9 +68,9 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
   for (int64_t i = 0; i < length; ++i)
     if (prompt[i] < 0 || prompt[i] >= bundle.target.vocab_size)
       fail(OUTRIDER_FAILED_PROMPT,
-           "the prompt has the token id " + std::to_string(prompt[i]) + ", and the model only 0 to " +
-               std::to_string(bundle.target.vocab_size - 1),
-           "Leave that token out of the prompt or the chat template");
+           "the prompt contains token id " + std::to_string(prompt[i]) +
+               ", and the model has only 0 to " + std::to_string(bundle.target.vocab_size - 1),
+           "Remove that token from the prompt or the chat template");
 }
 
 // Whether the bundle has the requested draft source, and it supports the options.

@@ -1,1 +1,1 @@
-"""Who proposes tokens: one file for each family of drafts, and one registry (`registry.py`)."""
+"""Sources of draft tokens: a file for each family of drafts, and a registry (`registry.py`)."""

@@ -1,8 +1,8 @@
-"""What a kind of draft is: a subclass of `Draft`, and a line of the registry.
+"""The base classes of drafts. A kind of draft is a subclass of `Draft` and a registry entry.
 
-A draft that names tokens is a `GuessedDraft`; one that gives logits for the next token has a `row`.
-The rest of the round is the `Proposer`'s: whatever a draft says, q is what its tokens were drawn
-from, so what comes out has the target's distribution.
+A draft that names tokens derives from `GuessedDraft`; one that gives logits for the next token
+implements `row`. The `Proposer` does the rest of the round: whatever a draft returns, q is the
+distribution that its tokens were drawn from, so the output has the target's distribution.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sources:
-    """What drafts are made of.
+    """What drafts can use.
 
     width: V that target and draft share. slots: those of the rounds. engine: the draft model.
-    inner: a sampler for rounds between others and the draft model, `width` wide. tables, corpus: of
-    the files that the bundle was opened with.
+    inner: a sampler for rounds in which another draft proposes and the draft model verifies,
+    `width` wide. tables, corpus: from the files that the bundle was opened with.
     """
 
     width: int
@@ -44,13 +44,13 @@ class Sources:
 
 
 class Draft:
-    """Who proposes: one object for all sequences of a decoder.
+    """A source of draft tokens: one object for all sequences of a decoder.
 
-    help: for `--help`. needs: the fields of `Sources` without which it is not there. reads_model:
-    its tokens pass through the draft model's cache. point_masses: its tokens have no distribution.
-    at_once: all tokens of a round are known before the first of them is drawn, from `propose`;
-    otherwise each is drawn from its `row`. reads_corpus: it looks into `Sources.corpus`.
-    usual_gamma: where the user asks for none.
+    help: its line in `--help`. needs: the fields of `Sources` that it requires. reads_model: its
+    tokens pass through the draft model's cache. point_masses: its tokens have no distribution.
+    at_once: `propose` returns all tokens of a round before the first is drawn; otherwise each is
+    drawn from its `row`. reads_corpus: it searches `Sources.corpus`. usual_gamma: the default
+    gamma.
     """
 
     help: ClassVar[str] = ""
@@ -59,7 +59,7 @@ class Draft:
     point_masses: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
     reads_corpus: ClassVar[bool] = False
-    usual_gamma: ClassVar[int] = 8  # where a token costs next to nothing
+    usual_gamma: ClassVar[int] = 8  # for drafts whose tokens cost next to nothing
 
     def __init__(self, sources: Sources):
         self.sources = sources
@@ -70,45 +70,45 @@ class Draft:
 
     @classmethod
     def needs_model(cls) -> bool:
-        """Whether it is there only where the draft model is opened."""
+        """Whether it requires the draft model."""
         return cls.reads_model or bool({"engine", "inner"} & set(cls.needs))
 
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
-        """At most as many tokens as are wanted of each sequence, where `at_once`; what is beyond,
-        or comes from the first token on that the sampling cannot give, is left out."""
+        """The draft tokens of each sequence, at most as many as wanted. Called if `at_once`. Excess
+        tokens are dropped, as are all from the first one that sampling cannot produce."""
         raise NotImplementedError
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
-        """Logits [V or more] that the token after the text and these drafts is drawn from, or was;
-        not to be written to. Not asked for where `point_masses`."""
+        """Logits [V or more] that the token after the text and these drafts is drawn from, or was
+        drawn from. Callers do not write to it. Not called if `point_masses`."""
         raise NotImplementedError
 
     def forget(self, sequence: ActiveSequence) -> None:
-        """The sequence leaves its slot."""
+        """Called when the sequence leaves its slot."""
 
 
 class GuessedDraft(Draft, ABC):
-    """Names the tokens that may come next. A guess x is accepted with probability p(x)."""
+    """A draft that guesses the next tokens. A guess x is accepted with probability p(x)."""
 
     point_masses = at_once = True
 
     @abstractmethod
     def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens after the text (`sequence.slot.tokens`) and these drafts; none
-        where nothing comes to mind."""
+        """At most `count` tokens to follow the text (`sequence.slot.tokens`) and these drafts;
+        empty if there is no guess."""
 
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
         return {sequence: self.guess(sequence, [], count) for sequence, count in wanted.items()}
 
     def possible(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
-        """The guess up to the first token that the sampling cannot give."""
+        """The guess up to the first token that sampling cannot produce."""
         found = list(self.guess(sequence, drafts, count))[:count] if count > 0 else []
         return found[: first_forbidden(sequence, found, self.sources.width, len(drafts))]
 
 
 def scale(sequence: ActiveSequence) -> float:
-    """What logits are multiplied with so that division by the target's temperature makes it the
-    draft's: filters and penalties of q then are those of p, at its own temperature."""
+    """The factor for logits that makes division by the target's temperature amount to division by
+    the draft's: q then has the filters and penalties of p, at its own temperature."""
     request = sequence.request
     own = request.draft_temperature
     return 1.0 if own is None else request.params.temperature / own

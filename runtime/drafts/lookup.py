@@ -1,8 +1,8 @@
-"""Drafts without a model: what followed the last time that the text ended like this.
+"""Drafts without a model: the tokens that followed the last occurrence of the text's ending.
 
 Prompt lookup (Saxena 2023; Leviathan et al. 2023, section 3.6, "copies tokens from the context").
-The proposal has no distribution: q is a point mass, so it is accepted with probability p(x), and
-the output is the target's.
+The proposal has no distribution: q is a point mass, so x is accepted with probability p(x), and
+the output has the target's distribution.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..backends.engine import source_ids
 from ..sequence import ActiveSequence
 from .draft import GuessedDraft, Sources
 
-LONGEST = 4  # tokens that are compared; longer ones are found by the first of them
+LONGEST = 4  # longest n-gram compared; a longer repetition is found after its first 4 tokens
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that products lose nothing but the carry
 
 
 class NgramDraft(GuessedDraft):
-    """See `Lookup`; one for each sequence."""
+    """Tokens found by a `Lookup`, one for each sequence."""
 
     help = (
         "what followed the same tokens earlier in source, prompt or output (needs no model; good "
@@ -34,7 +34,7 @@ class NgramDraft(GuessedDraft):
         self._lookups: dict[ActiveSequence, Lookup] = {}
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
-        """What is looked into: the beginning of what was seen, or all of it."""
+        """The tokens to search: `sequence.seen`, or the beginning of it."""
         return sequence.seen
 
     def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
@@ -59,31 +59,32 @@ class CopyDraft(NgramDraft):
 
 
 class Lookup:
-    """The n-grams of a text that grows, for n = 1 .. longest; constant time for each token.
+    """An index of the n-grams of a growing text, for n = 1 .. longest; constant time per token.
 
-    corpus: another text to look into, for n-grams longer than those that the own one has.
+    corpus: a second text to search, for n-grams longer than those found in the text itself.
     """
 
     def __init__(self, longest: int = LONGEST, corpus: Corpus | None = None):
         self._tokens: list[int] = []
-        # By n-gram, where the text went on after its last occurrence.
+        # By n-gram, the position after its last occurrence.
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         self._corpus = corpus
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The whole text, of which the beginning was read before."""
+        """Add the new tokens of the text. tokens: the whole text, including those read before."""
         own = self._tokens
         for token in tokens[len(own) :]:
-            # What the text ends with is entered when it goes on.
+            # The n-grams at the end of the text are added when the text continues.
             for n, found in enumerate(self._next[: len(own)], start=1):
                 found[tuple(own[-n:])] = len(own)
             own.append(token)
 
     def propose(self, count: int, after: Sequence[int] = ()) -> list[int]:
-        """At most `count` tokens that may come next: after the longest n-gram that the text ends
-        with and had before, at its last occurrence. What reaches the end goes on with itself.
+        """At most `count` tokens that may come next: those after the last earlier occurrence of the
+        longest n-gram that the text ends with. A continuation that reaches the end of the text is
+        continued with itself.
 
-        after: tokens that follow what was read; nothing is looked for in them.
+        after: tokens that follow the text that was read; they are not searched.
         """
         own, longest = self._tokens, len(self._next)
         end = tuple([*own[-longest:], *after[-longest:]][-longest:])
@@ -100,8 +101,8 @@ class Lookup:
 
 
 class Corpus:
-    """The n-grams of a text that does not change, for n = 1 .. longest, in sorted arrays: 12 bytes
-    for each n-gram, found by bisection.
+    """An index of the n-grams of a fixed text, for n = 1 .. longest, in sorted arrays: 12 bytes per
+    n-gram, searched by bisection.
 
     tokens: int [N].
     """
@@ -109,17 +110,17 @@ class Corpus:
     def __init__(self, tokens: Sequence[int], longest: int = LONGEST):
         self._tokens = np.array(tokens, np.int32)
         self._keys: list[npt.NDArray[np.uint64]] = []
-        self._ends: list[npt.NDArray[np.int32]] = []  # where the text goes on after each
+        self._ends: list[npt.NDArray[np.int32]] = []  # position after the last occurrence of each
         keys = np.zeros(len(self._tokens), np.uint64)
         for n in range(1, min(longest, len(self._tokens) - 1) + 1):
-            # An n-gram's key from that of its beginning; the last one of the text has no sequel.
+            # An n-gram's key extends that of its first n - 1 tokens; nothing follows the last one.
             keys = _extend(keys[: len(self._tokens) - n], self._tokens[n - 1 : -1])
             found, last = np.unique(keys[::-1], return_index=True)
             self._keys.append(found)
             self._ends.append((len(keys) - 1 - last + n).astype(np.int32))
 
     def after(self, end: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens after the last occurrence of this n-gram; none if it has none."""
+        """At most `count` tokens after the last occurrence of this n-gram; empty if none occurs."""
         n = len(end)
         if n > len(self._keys):
             return []
@@ -131,7 +132,7 @@ class Corpus:
             return []
         start = int(self._ends[n - 1][i])
         if self._tokens[start - n : start].tolist() != list(end):
-            return []  # another n-gram of the same key
+            return []  # a different n-gram with the same key
         return self._tokens[start : start + count].tolist()  # type: ignore[no-any-return]
 
 

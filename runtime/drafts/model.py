@@ -1,4 +1,4 @@
-"""The bundle's draft model: one call a step for all sequences that want it."""
+"""The bundle's draft model: one call per step for all sequences that use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .draft import Draft
 
 
 class ModelDraft(Draft):
-    """Rows come from the engine's buffers, of all slots at once: see `step`."""
+    """Its rows come from the engine's buffers, for all slots at once: see `step`."""
 
     help = "the bundle's draft model"
     needs = ("engine",)
@@ -27,9 +27,9 @@ class ModelDraft(Draft):
         first: int,
         last: int,
     ) -> Logits:
-        """Logits [S, V] of this step, of the slots first .. last - 1, in the step's own buffer.
+        """Logits [S, V] of this step for the slots first .. last - 1, in the step's own buffer.
 
-        ahead: sequences that this round's drafts have rows of already, and how many.
+        ahead: sequences whose drafts of this round are already in the cache, and how many.
         """
         engine, lengths = self.sources.engine, self.sources.slots.draft_lengths
         assert engine is not None
@@ -39,8 +39,9 @@ class ModelDraft(Draft):
         }
         for sequence in drafting:
             text, drafts = sequence.slot.tokens, tokens[sequence]
-            # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
-            # Past its own gamma a sequence repeats its last draft: the row is never committed.
+            # The first step reads two tokens: after a fully accepted round the draft lacks a row
+            # (Slot.commit). Past its own gamma a sequence repeats its last draft, whose row is
+            # never committed.
             fed[sequence] = (
                 (len(text) - 1 + len(drafts), readable(engine, drafts[-1:]))
                 if step

@@ -1,7 +1,7 @@
-"""The draft tokens of a round on the host, from whom each request wants them.
+"""The draft tokens of a round on the host, from the draft that each request uses.
 
-Sequences with different kinds of draft share a round: those that know all their tokens give them
-first, the others draw theirs step by step, one call of the draft model a step for all who want it.
+Sequences with different kinds of draft share a round: those whose drafts know all tokens at once
+get them first, the others draw theirs step by step, with one call of the draft model per step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Gammas = dict[ActiveSequence, int]
 
 @dataclass(slots=True)
 class Drafted:
-    """A round's drafts: how many there are and the tokens, by sequence; the logits [S, V] that they
-    were drawn from, of each step, none where all are point masses."""
+    """A round's drafts: their number and the tokens, by sequence; for each step the logits [S, V]
+    that they were drawn from, empty if all are point masses."""
 
     gammas: Gammas
     tokens: dict[ActiveSequence, list[int]]
@@ -36,19 +36,19 @@ class Drafted:
 
 
 class Proposer:
-    """Who proposes. `propose` begins the sampler's round.
+    """Proposes the draft tokens of rounds. `propose` begins the sampler's round.
 
-    sources: what drafts are made of. sampler: of the target's rounds.
+    sources: what drafts can use. sampler: of the target's rounds.
     """
 
     def __init__(self, sources: Sources, sampler: Sampler):
         self.sources, self._sampler = sources, sampler
-        self._drafts: dict[str, Draft] = {}  # those that were asked for
-        self._own: Logits = np.empty((0, 0, 0), np.float32)  # rows of no engine's buffer
+        self._drafts: dict[str, Draft] = {}  # those requested so far
+        self._own: Logits = np.empty((0, 0, 0), np.float32)  # see `_buffer`
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What a request may ask for."""
+        """The kinds of draft that a request may use."""
         return frozenset(name for name, kind in KINDS.items() if kind.there(self.sources))
 
     def forget(self, sequence: ActiveSequence) -> None:
@@ -56,7 +56,7 @@ class Proposer:
             draft.forget(sequence)
 
     def lacking(self, gammas: Gammas) -> list[ActiveSequence]:
-        """Who cannot draft before the draft model has read its source, or some of the text."""
+        """The sequences whose source, or some of whose text, the draft model has yet to read."""
         return [
             sequence
             for sequence, gamma in gammas.items()
@@ -70,13 +70,14 @@ class Proposer:
         return engine is None or engine.held.has(sequence.slot.index, source)
 
     def read(self, sequence: ActiveSequence) -> None:
-        """Give the draft what it lacks: source and prompt at first, plain rounds later."""
+        """Let the draft model read what it lacks: source and prompt at first, later the tokens of
+        plain rounds."""
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
         engine.encode(slot.index, sequence.request.source)
         if slot.draft_lacks:
             need = slot.draft_len + slot.draft_lacks
-            # An interrupted reading may have overwritten the rows that this one would begin with.
+            # An interrupted read may have overwritten the rows that this one would start from.
             start = engine.held.resumes(slot.index, slot.draft_len)
             prefill(engine, slot.index, slot.tokens[:need], start)
             slot.draft_len = need
@@ -106,7 +107,7 @@ class Proposer:
         return blaming(f"draft={sequence.request.draft}")
 
     def _at_once(self, drafted: Drafted) -> None:
-        """All tokens of those who know them; their gamma becomes how many there are."""
+        """Get all tokens of the drafts that are `at_once`; gamma becomes the number of tokens."""
         asked = [(x, self._of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
         by_draft: dict[Draft, Gammas] = {}
         for sequence, draft, gamma in asked:
@@ -121,14 +122,14 @@ class Proposer:
                 drafted.gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 
     def _steps(self, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
-        """x1..x(gamma) of each sequence from q; of tokens that are there already, the rows."""
+        """Draw x1..x(gamma) of each sequence from q; for tokens already proposed, only the rows."""
         first, last = span(drafts)
         gammas, tokens = drafted.gammas, drafted.tokens
         drafting = [x for x, draft in drafts.items() if isinstance(draft, ModelDraft)]
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
-        # A round's rows are all in one place: where others draft too, not the engine's.
+        # All rows of a round must be in one buffer: the engine's only if it drafts for all.
         own = self._buffer(max(gammas.values())) if len(drafting) < len(drafts) else None
         step = 0
         while step < max(gammas.values()):
@@ -152,8 +153,8 @@ class Proposer:
     def _fill(
         self, row: Logits, sequence: ActiveSequence, draft: Draft, tokens: list[int], step: int
     ) -> None:
-        """Make a row [V] what this sequence's token of the step is drawn from."""
-        if draft.point_masses:  # what was guessed is what will be drawn
+        """Fill a row [V] with the logits that this sequence's token of the step is drawn from."""
+        if draft.point_masses:  # makes the draw give the guessed token
             row[:] = -np.inf
             row[tokens[step]] = 0
             return
@@ -165,7 +166,8 @@ class Proposer:
             temper(row, sequence)
 
     def _draw(self, draws: set[ActiveSequence], drafted: Drafted, step: int, first: int) -> None:
-        """A token of each who draws; and none after one that the draft itself is unsure of."""
+        """Draw a token for each sequence in `draws`; stop the drafting of a sequence after a token
+        below its draft threshold."""
         gammas, logits = drafted.gammas, drafted.logits[step]
         drawn = self._sampler.draw(logits, step, first_slot=first).tolist()
         for b, (sequence, token) in enumerate(zip(gammas, drawn, strict=True)):
@@ -180,7 +182,7 @@ class Proposer:
                     self._sampler.stop(b, step + 1)
 
     def _buffer(self, gamma: int) -> Logits:
-        """[gamma or more, S, V] for rows that no engine's buffer holds."""
+        """A buffer [gamma or more, S, V] for rows that are not in an engine's buffer."""
         if len(self._own) < gamma:
             shape = gamma, len(self.sources.slots), self.sources.width
             self._own = np.zeros(shape, np.float32)

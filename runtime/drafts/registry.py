@@ -1,4 +1,4 @@
-"""The kinds of draft there are, one line each. A host application adds its own with `register`."""
+"""The kinds of draft, one line each. A host application adds its own with `register`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ KINDS: dict[str, type[Draft]] = {
 
 
 def register(name: str, kind: type[Draft]) -> None:
-    """Make a kind of draft known: draft=name from now on, and `--draft name`, in every bundle on
-    the CPU. Raises OutriderError("option") where the name means something else, or the kind needs
-    what there never is."""
+    """Register a kind of draft, for draft=name and `--draft name`, in every bundle on the CPU.
+    Raises OutriderError("option") if the name is taken, or if the kind is invalid or needs an
+    unknown source."""
     if name == "none" or KINDS.get(name, kind) is not kind:
         raise OutriderError(
-            "option", f"there is a draft {name!r} already", "Choose another name for yours."
+            "option", f"a draft named {name!r} already exists", "Choose another name for yours."
         )
     if not hasattr(kind, "propose"):
         raise OutriderError(
-            "option", f"the draft {name!r} is no class of drafts",
-            "Give a class derived from Draft or GuessedDraft.",
+            "option", f"the draft {name!r} is not a draft class",
+            "Pass a class derived from Draft or GuessedDraft.",
         )  # fmt: skip
     sources = [field.name for field in fields(Sources)]
     if unknown := [need for need in kind.needs if need not in sources]:
         raise OutriderError(
             "option",
-            f"draft {name!r} needs {unknown[0]!r}, which is no source of drafts",
+            f"draft {name!r} needs {unknown[0]!r}, which is not a field of Sources",
             f"Its `needs` must be a tuple of names from {', '.join(sources)}.",
         )
     KINDS[name] = kind

@@ -1,7 +1,7 @@
 """Draft models that are tables: the file that `python -m export.ngram` writes, and its rows.
 
-Counts of a text: of tokens, and of pairs of tokens 1 .. D apart. Their rows cost next to nothing
-(the models of c near 0 of Leviathan et al. 2023, section 4.1).
+The tables count the tokens of a text, and its pairs of tokens 1 .. D apart. Their rows cost next to
+nothing (the models with c near 0 in Leviathan et al. 2023, section 4.1).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .draft import Draft
 
 Pairs = tuple[npt.NDArray[Any], ...]  # offsets, tokens, counts: see `Tables`
 VERSION = 1
-BACKOFF = 2.0  # how many sightings the unigram distribution counts for beside those of a pair
+BACKOFF = 2.0  # weight of the unigram distribution, in occurrences, relative to a pair's counts
 _REMEDY = "Write it again: python -m export.ngram --help."
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Of a tokenizer: two with the same ids for the same tokens have the same."""
+    """A hash of a tokenizer's vocabulary, equal for the same tokens with the same ids."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 class TableDraft(Draft):
-    """Rows of the file that the bundle was opened with."""
+    """A draft whose rows come from the table that the bundle was opened with."""
 
     needs = ("tables",)
 
@@ -64,7 +64,7 @@ class SkipDraft(TableDraft):
 
 
 class RandomDraft(Draft):
-    """Each token as likely: what speculation costs where nothing is known."""
+    """All tokens equally likely: shows the cost of speculation without any knowledge."""
 
     help = "uniformly random tokens"
 
@@ -73,7 +73,7 @@ class RandomDraft(Draft):
 
 
 def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
-    """Which arrays cannot be what `Tables` documents."""
+    """Which arrays do not have the form that `Tables` documents; None if all do."""
     if unigram.dtype != np.float32 or unigram.ndim != 1 or not unigram.size:
         return "unigrams"
     if not np.isfinite(unigram).all():
@@ -93,7 +93,7 @@ def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
 
 
 def _narrowed(pairs: Pairs, width: int) -> Pairs:
-    """Without the pairs whose second token is `width` or more."""
+    """The pairs whose second token is below `width`."""
     offsets, tokens, counts = pairs
     keep = tokens < width
     before = np.concatenate([[0], np.cumsum(keep)])  # how many of the first n are kept
@@ -101,16 +101,16 @@ def _narrowed(pairs: Pairs, width: int) -> Pairs:
 
 
 def _names(distance: int) -> list[str]:
-    """Of the arrays in the file."""
+    """The names of a distance's arrays in the file."""
     return [f"{what}_{distance}" for what in ("offsets", "tokens", "counts")]
 
 
 class Tables:
-    """Logits by tables.
+    """Logits from tables of counts.
 
-    unigram: float32 [V], log-probabilities, one sighting added to every token's. pairs: by
-    distance, from 1: offsets int64 [V + 1], tokens int32 [M], counts int32 [M]; tokens and counts
-    of y are those at offsets[y] .. offsets[y + 1].
+    unigram: float32 [V], log-probabilities, with one occurrence added for every token. pairs: by
+    distance, from 1: offsets int64 [V + 1], tokens int32 [M], counts int32 [M]; the tokens that
+    followed y, and their counts, are at offsets[y] .. offsets[y + 1].
     """
 
     def __init__(self, unigram: Logits, pairs: Sequence[Pairs], tokenizer: str = ""):
@@ -118,7 +118,7 @@ class Tables:
 
     @classmethod
     def count(cls, text: npt.NDArray[np.int32], vocab_size: int, distances: int) -> Tables:
-        """Of token ids [N], each below vocab_size. distances: D."""
+        """Count the tokens of a text. text: ids [N], each below vocab_size. distances: D."""
         counts = np.bincount(text, minlength=vocab_size) + 1
         pairs = []
         for distance in range(1, distances + 1):
@@ -130,10 +130,9 @@ class Tables:
         return cls(np.log(counts / counts.sum()).astype(np.float32), pairs)
 
     def after(self, token: int, distance: int) -> Logits:
-        """Logits [V] of what is so far behind this token; not to be written to.
+        """Logits [V] of the token at this distance after `token`; callers do not write to them.
 
-        (counts + BACKOFF unigram), normalised but for a constant; the unigrams alone where nothing
-        was counted.
+        log(counts + BACKOFF unigram), up to a constant; the unigrams alone if nothing was counted.
         """
         if distance > len(self.pairs):
             return self.unigram
@@ -156,9 +155,9 @@ class Tables:
 
     @classmethod
     def load(cls, path: str | Path, vocabulary: Mapping[str, int], vocab_size: int) -> Tables:
-        """vocabulary: of the tokenizer that it must have been made with. vocab_size: V.
+        """Read a file. vocabulary: of the tokenizer that it was made with. vocab_size: V.
 
-        Raises OutriderError "option", or "vocabulary" for another tokenizer.
+        Raises OutriderError "option", or "vocabulary" for a different tokenizer.
         """
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -168,23 +167,23 @@ class Tables:
                 while version == VERSION and f"offsets_{len(pairs) + 1}" in file:
                     pairs.append(tuple(file[name] for name in _names(len(pairs) + 1)))
         except OSError as error:
-            cause = error.strerror or "it is no table"
+            cause = error.strerror or "it is not a table"
             raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None
         except Exception:  # noqa: BLE001 - zipfile, zlib and NumPy's parser, each its own
-            raise OutriderError("option", f"{path} is no table", _REMEDY) from None
+            raise OutriderError("option", f"{path} is not a table", _REMEDY) from None
         if version != VERSION:
             raise OutriderError("option", f"{path} has version {version}, not {VERSION}", _REMEDY)
         if tokenizer != fingerprint(vocabulary):
             raise OutriderError(
-                "vocabulary", f"{path} was made with another tokenizer than the bundle's",
+                "vocabulary", f"{path} was made with a tokenizer other than the bundle's",
                 "Write it with --tokenizer <the bundle>/tokenizer: python -m export.ngram --help.",
             )  # fmt: skip
         if (odd := _odd(unigram, pairs) if pairs else "pairs") is not None:
-            raise OutriderError("option", f"{path} is no table: its {odd} are damaged", _REMEDY)
-        # A model may have more rows than its tokenizer has ids: those are as rare as the rarest.
+            raise OutriderError("option", f"{path} is not a table: its {odd} are damaged", _REMEDY)
+        # A model may have more rows than its tokenizer has ids; they get the lowest probability.
         width = min(len(unigram), vocab_size)
         padded = np.full(vocab_size, unigram.min(), np.float32)
         padded[:width] = unigram[:width]
-        if width < len(unigram):  # or fewer: what it lacks is never drafted
+        if width < len(unigram):  # or fewer rows: then the missing ids are never drafted
             pairs = [_narrowed(pair, vocab_size) for pair in pairs]
         return cls(padded, pairs, tokenizer)

@@ -86,7 +86,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--system x --no-chat-template", "needs the chat template"),
         ("--gamma 0 --verify block", "no effect in plain decoding"),
         ("--gamma 0 --fallback auto", "no effect in plain decoding"),
-        ("--min-new-tokens 300", "min_new_tokens=300 is over"),
+        ("--min-new-tokens 300", "min_new_tokens=300 exceeds"),
         ("--verify sigmoid", "not defined at temperature=0"),
         ("--top-p 0", "top_p=0.0 is out of range"),  # all other values: test_warp.py
         # What argparse itself refuses.

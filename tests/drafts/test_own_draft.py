@@ -65,7 +65,7 @@ def test_the_command_line_knows_it() -> None:
 def test_a_name_has_one_meaning() -> None:
     registry.register("phrases", Phrases)
     for name in ("phrases", "model", "none"):
-        with pytest.raises(OutriderError, match="already"):
+        with pytest.raises(OutriderError, match="already exists"):
             registry.register(name, Liar)
 
 

@@ -115,10 +115,10 @@ def test_files_that_are_no_tables(table: Path, tmp_path: Path) -> None:
     with np.load(table) as file:
         np.savez(pairless, **{name: file[name] for name in file if name[-1] not in "12"})
     for path, vocabulary, words in (
-        (table, {"other": 0}, "vocabulary: .* another tokenizer"),
+        (table, {"other": 0}, "vocabulary: .* a tokenizer other than"),
         (tmp_path / "none.npz", WORDS, "option: .* No such file"),
         (tmp_path, WORDS, "option: .* directory"),
-        (Path(__file__), WORDS, "option: .* no table"),
+        (Path(__file__), WORDS, "option: .* is not a table"),
         (pairless, WORDS, "option: .* its pairs are damaged"),
     ):
         with pytest.raises(OutriderError, match=words):

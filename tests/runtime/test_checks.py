@@ -34,14 +34,14 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
     ("asked", "limits", "words"),
     [
         ({"prompt": []}, HOST, "prompt: the prompt is empty"),
-        ({"prompt": [2] * 64}, HOST, "prompt: .* has 64 tokens and the bundle's context 64"),
-        ({"prompt": [2, 100]}, HOST, "prompt: the prompt has the token id 100"),
-        ({"prompt": [2, -1]}, HOST, "prompt: the prompt has the token id -1"),
+        ({"prompt": [2] * 64}, HOST, "prompt: .* has 64 tokens, and the bundle's context is 64"),
+        ({"prompt": [2, 100]}, HOST, "prompt: the prompt contains token id 100"),
+        ({"prompt": [2, -1]}, HOST, "prompt: the prompt contains token id -1"),
         # It once asked for a MAX_LEN beyond the model's own context, which the build then refuses.
         (LONG, HOST, "Shorten it, or build the bundle with MAX_LEN=90"),
         (LONG, replace(HOST, context=90), "Shorten it, or build the bundle with MAX_LEN=90"),
-        (LONG, replace(HOST, context=89), "MAX_LEN=89, all that the model can"),
-        (LONG, replace(HOST, context=64), "Shorten it: that is all that the model was made for"),
+        (LONG, replace(HOST, context=89), "MAX_LEN=89, the model's maximum"),
+        (LONG, replace(HOST, context=64), "Shorten it: this is the model's maximum"),
         ({"gamma": 9}, HOST, "option: gamma=9 is over the 8"),
         ({"gamma": -1}, HOST, "option: gamma=-1 is negative"),
         ({"logprobs": 101}, HOST, "option: logprobs=101 is out of range"),
@@ -50,7 +50,7 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         ({"draft": "bigram"}, HOST, "option: draft=bigram needs a table"),
         # On the CPU it was once refused as "for the CPU".
         ({"draft": "quoting"}, HOST, "option: draft=quoting needs a corpus.* --corpus"),
-        ({"draft": "ngram"}, DEVICE, "option: draft=ngram is for the CPU"),
+        ({"draft": "ngram"}, DEVICE, "option: draft=ngram is only for the CPU"),
         ({"draft": "ngram", "params": SIGMOID}, HOST, "option: .* a lookup has none"),
         ({"draft_temperature": 0.5}, HOST, "option: .* no effect at temperature=0"),
         ({"draft_temperature": 0.5, "params": WARM}, DEVICE, "option: .* for the CPU"),
@@ -62,7 +62,8 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         # A GPU once took a slot first.
         ({"params": SamplingParams(frequency_penalty=0.5)}, DEVICE, "option: frequency_penalty is"),
         ({"params": SamplingParams(presence_penalty=0.5)}, DEVICE, "option: presence_penalty is"),
-        ({"params": SamplingParams(logit_bias={5: 1.0})}, DEVICE, "option: logit_bias is not in"),
+        ({"params": SamplingParams(logit_bias={5: 1.0})}, DEVICE,
+         "option: logit_bias is not supported by the GPU sampling kernel"),
     ],
 )  # fmt: skip
 def test_what_is_refused(

@@ -280,7 +280,7 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> N
             None,
             {"source": [VOCAB_SIZE]},
             "prompt",
-            f"the source has the token id {VOCAB_SIZE}",
+            f"the source contains token id {VOCAB_SIZE}",
         ),
         ("t5", None, {"source": 7}, "option", "source=7 is out of range"),
         ("t5", "abc", {"source": "abc", "system": "be kind"}, "option", "chat templates are for"),
