@@ -67,7 +67,7 @@ def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
 
 
 def _needs_model(options: Options) -> bool:
-    """Whether the draft model may propose tokens. The bundle chooses a draft by default."""
+    """Whether the draft model may propose tokens, as it may if the request names no draft."""
     kind = options.draft
     return options.gamma != 0 and (kind is None or (kind in KINDS and KINDS[kind].needs_model()))
 

@@ -23,7 +23,7 @@ from .draft import Draft
 Pairs = tuple[npt.NDArray[Any], ...]  # offsets, tokens, counts: see `Tables`
 VERSION = 1
 BACKOFF = 2.0  # weight of the unigram distribution, in occurrences, relative to a pair's counts
-_REMEDY = "Write it again: python -m export.ngram --help."
+_REMEDY = "Create it again: see python -m export.ngram --help."
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -176,7 +176,8 @@ class Tables:
         if tokenizer != fingerprint(vocabulary):
             raise OutriderError(
                 "vocabulary", f"{path} was made with a tokenizer other than the bundle's",
-                "Write it with --tokenizer <the bundle>/tokenizer: python -m export.ngram --help.",
+                "Create it with --tokenizer <the bundle>/tokenizer: see python -m export.ngram "
+                "--help.",
             )  # fmt: skip
         if (odd := _odd(unigram, pairs) if pairs else "pairs") is not None:
             raise OutriderError("option", f"{path} is not a table: its {odd} are damaged", _REMEDY)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from .records import Count, Rule, Small, TokenId, between
 
-Word = Annotated[list[TokenId], Rule("some tokens", bool)]
+Word = Annotated[list[TokenId], Rule("a non-empty list", bool)]
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def _inside(name: str) -> bool:
     return path.name != "" and not path.is_absolute() and ".." not in path.parts
 
 
-FileName = Annotated[str, Rule("a file's name: it leads out of the folder", _inside)]
-PlainName = Annotated[FileName, Rule("the name of a file", lambda name: "/" not in name)]
+FileName = Annotated[str, Rule("a path inside the folder", _inside)]
+PlainName = Annotated[FileName, Rule("a file name without folders", lambda name: "/" not in name)]
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Pair:
     max_gamma: Annotated[int, between(1, MOST_GAMMA)]
     capacity: Count
     lookup: Literal["ngram"] | None = None
-    start_ids: Annotated[list[TokenId], Rule("some tokens", bool)] | None = None
+    start_ids: Annotated[list[TokenId], Rule("a non-empty list", bool)] | None = None
     audio: AudioFacts | None = None
     rules: TextRules | None = None
 
@@ -362,7 +362,7 @@ class CallBits:
     one thread and with all, and with room for few rows and for many.
     """
 
-    widths: Annotated[list[Small], Rule("some widths", bool)]
+    widths: Annotated[list[Small], Rule("a non-empty list", bool)]
     others: list[Small]
     neighbours: bool
     threads: bool
@@ -505,14 +505,14 @@ def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-EXPORT_AGAIN = "Export the checkpoints again: python -m export --help."
+EXPORT_AGAIN = "Export the checkpoints again: see python -m export --help."
 
 
 def read_pair(folder: Path) -> Pair:
     return read_json(folder / PAIR_FILE, "pair", Pair, EXPORT_AGAIN)
 
 
-_REBUILD = "Build one: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+_REBUILD = "Build the bundle with make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
 
 
 def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:

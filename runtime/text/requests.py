@@ -153,7 +153,7 @@ def _prompt_ids(
     start = pair.start_ids
     if start is None:
         if prompt is None:
-            raise OutriderError("prompt", "there is no prompt", "Give one.")
+            raise OutriderError("prompt", "there is no prompt", "Pass one.")
         return _encoded(prompt, options, pair, tokenizer)
     if prompt is None and isinstance(options.source, str):
         return list(start)
@@ -175,7 +175,7 @@ def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer)
                 "Put it into the prompt itself, or use a checkpoint with a chat template.",
             )
         if not chat:
-            # Of an encoder-decoder, the source gets the tokens that go around a text.
+            # An encoder-decoder's source has the special tokens around it, and not the prompt.
             return tokenizer.encode(
                 prompt, add_special_tokens=start is None, special_tokens=special
             )

@@ -107,7 +107,7 @@ DAMAGE = {
     ),
     "files elsewhere": (
         edited(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
-        "leads out of the folder",
+        "not a path inside the folder",
     ),
     "unknown backend": (edited(lambda c: c["facts"].update(backend="tensorrt")), "tensorrt"),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
@@ -150,7 +150,7 @@ def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = r"the current folder \(or an empty path\) is not a bundle: .* Build one: make engines"
+    said = r"the current folder \(or an empty path\) is not a bundle: .* Build the bundle with make"
     with pytest.raises(OutriderError, match=said):
         load("")
 
