@@ -23,7 +23,7 @@ ONE = '{"prompt": "a"}'
         ("--messages - --system x", '[{"role": "system", "content": "x"}]', "option",
          "--system contradicts"),
         ("--messages - --no-chat-template", '[{"role": "user", "content": "a"}]', "option",
-         "--messages need"),
+         "--messages needs the chat template"),
         ("--batch -", "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
         ("--batch -", "\n \n", "prompt", "has no requests"),
         ("--batch -", ONE + "\n\n{", "prompt", "line 3 of standard input"),
