@@ -52,22 +52,28 @@ def load(
 ) -> TextEngine:
     """Open a bundle.
 
-    folder: the bundle written by `make engines`. slots: number of sequences decoded at a time; None
-    for the bundle's. threads: CPU threads per model; 0 leaves it to the backend. verify: check
-    every file's hash. device: "cpu", "cuda" or "cuda:<number>"; "auto" is the device that the
-    bundle was compiled for, and the CPU if it runs on both. graphs: replay a GPU's rounds as CUDA
-    graphs; False launches each call separately, to measure the gain. loop: let a GPU start the next
-    round itself, so that a whole generation is one launch; not measured yet. table: the file
-    written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a UTF-8
-    text file that draft="ngram", "copy" and "chain" search after the text itself. reuse: compute
-    only the part of a prompt that no slot still holds; CPU only, a GPU computes all of it. queue,
-    timeout: how many calls may wait for a slot, and for how many seconds; see `TextEngine`.
+    folder: the bundle written by `make engines`.
+    slots: number of sequences decoded at a time; None for the bundle's.
+    threads: CPU threads per model; 0 leaves it to the backend.
+    verify: check every file's hash.
+    device: "cpu", "cuda" or "cuda:<number>"; "auto" is the device that the bundle was compiled for,
+        and the CPU if it runs on both.
+    graphs: replay a GPU's rounds as CUDA graphs; False launches each call separately, to measure
+        the gain.
+    loop: let a GPU start the next round itself, so that a whole generation is one launch; not
+        measured yet.
+    table: the file written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip".
+    corpus: a UTF-8 text file that draft="ngram", "copy" and "chain" search after the text itself.
+    reuse: compute only the part of a prompt that no slot still holds. On the CPU; a GPU computes
+        all of it.
+    queue, timeout: how many calls may wait for a slot, and for how many seconds; see `TextEngine`.
     plain_width: number of tokens in the target's narrowest calls, mainly plain steps; None for the
-    smallest number whose results equal those of wider calls bitwise. 1 makes plain decoding a few
-    percent faster, but the output is then the same only for the same gamma. draft_model: False
-    does not load the draft model, which saves its memory if only lookups or plain decoding are
-    used; a request that names no draft is then decoded plainly. Raises OutriderError: "bundle",
-    "backend", "option", "memory", "vocabulary".
+        smallest number that gives bitwise the same results as wider calls. 1 makes plain decoding a
+        few percent faster, but the output is then the same only for the same gamma.
+    draft_model: False does not load the draft model, which saves its memory if only lookups or
+        plain decoding are used; a request that names no draft is then decoded plainly.
+
+    Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
     check_line(queue, timeout)
     folder = Path(folder)

@@ -126,7 +126,7 @@ def source_name(source: str) -> str:
 
 
 def _read(source: str, largest: int = LARGEST) -> str:
-    """The text of a file, or of standard input for "-". largest: bytes. Raises "prompt"."""
+    """The text of a file, or of standard input for "-". largest: in bytes. Raises "prompt"."""
     remedy = "Give a readable UTF-8 text file, or - for standard input."
     name = source_name(source)
     try:

@@ -1,1 +1,1 @@
-"""The file contract between the rooms, and what a failure looks like."""
+"""The file contract between `export`, `engines` and `runtime`, and the errors of all three."""

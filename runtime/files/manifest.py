@@ -413,7 +413,7 @@ class Manifest:
             code += [ENCODER_FILE] if facts.encoder else []
             if self.engines and (engine := self.engines.get(role)):
                 code = engine.compiled
-                for name in (f"{role}/{file}" for file in code):  # no file of the pair
+                for name in (f"{role}/{file}" for file in code):  # not among the pair's files
                     files[name] = self.files.get(name, FileFacts(-1, ""))
             needed |= {f"{role}/{name}" for name in (*code, *self.weight_files(role))}
         facts_that_hold = {

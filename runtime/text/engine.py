@@ -254,7 +254,7 @@ class TextEngine:
             except Exception:
                 self.dropped.popleft()
                 raise
-            self.dropped.popleft()  # last: an interrupt leaves it there
+            self.dropped.popleft()  # last, so that an interrupt loses none
 
 
 def _asked(options: Options | None, more: Mapping[str, Any]) -> Options:

@@ -29,6 +29,7 @@ class Options:
 
     Fields not described here are those of `SamplingParams`.
 
+    max_new_tokens: most tokens of the output.
     min_new_tokens, no_repeat_ngram_size, encoder_no_repeat_ngram_size, bad_words_ids: as in
         Transformers. None takes the value of the checkpoint's generation config; 0 or an empty
         list turns it off.
@@ -50,7 +51,7 @@ class Options:
     verify: the acceptance rule. "coupled" draws what plain sampling with this seed draws, whatever
         was drafted; it also applies with gamma 0.
     stop: strings that end the output; they are not part of its text.
-    stop_token_ids: the same, by token id.
+    stop_token_ids: the same, by token id. ignore_eos: continue after end-of-text.
     logprobs: number of alternatives reported for each token; None for no log-probabilities.
     chat: whether a plain-text prompt is passed to the chat template as a user message. None does
         so if the bundle has a template. system: the system message in that case.

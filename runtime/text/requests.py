@@ -126,7 +126,7 @@ def _policy(
 
 
 def _check_ids(options: Options, params: SamplingParams, width: int) -> None:
-    """Refuse token ids among the options that do not exist. Raises "option"."""
+    """Refuse options that name nonexistent token ids. Raises "option"."""
     words = () if options.bad_words_ids is None else options.bad_words_ids  # or an array
     named = {
         "stop_token_ids": options.stop_token_ids,

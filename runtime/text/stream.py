@@ -54,7 +54,7 @@ class Running(ABC, Generic[Item]):
                         raise StopIteration from None
                     raise
         finally:
-            if self._caller.cancelled:  # since the round began
+            if self._caller.cancelled:  # while the round ran
                 self.close()
 
     def close(self) -> None:
