@@ -1,4 +1,4 @@
-"""python -m export: a checkpoint pair becomes a folder of portable graphs."""
+"""python -m export: export a checkpoint pair to a folder of portable graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ examples:
 
   python -m export --model ~/checkpoints/my-7b --draft self --weights int8 --out build/graphs/my-7b
 
-A part whose checkpoint, options and exporter did not change is taken from the cache.
+A model whose checkpoint, options and exporter have not changed is taken from the cache.
 """
 
 WEIGHTS = ["full", "int8", "int4", "fp8"]
@@ -34,87 +34,95 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("--model", required=True, help="the target: a folder, a GGUF file, or a name on the hub")
+    add(
+        "--model",
+        required=True,
+        help="target model: a folder, a GGUF file, or a name on the Hugging Face hub",
+    )
     add(
         "--draft",
         default="none",
-        help="the draft, likewise; self for the target's own copy in 4 bits; ngram for "
-        "lookups in the text; or none",
+        help="draft model, in any form that --model takes; self for a 4-bit copy of the target; "
+        "ngram for lookups in the text; or none (default: none)",
     )
-    add("--out", required=True, type=Path, help="folder to write")
+    add("--out", required=True, type=Path, help="output folder")
     add(
         "--dtype",
         default="float32",
         choices=["float32", "float16", "bfloat16"],
-        help="precision of activations and cache, and of weights that are not quantised "
-        "(default: float32, right for CPUs)",
+        help="precision of activations, cache and unquantised weights (default: float32, the "
+        "right choice for CPUs)",
     )
     add(
         "--weights",
         choices=WEIGHTS,
-        help="of the target's matrices: 8 or 4 bits, float8 for GPUs, or full, as --dtype says "
-        "(default: full, or as a quantised checkpoint has them)",
+        help="precision of the target's matrices: 8 or 4 bits, float8 (GPUs only), or full for "
+        "that of --dtype (default: full; int4 or int8 for a checkpoint quantised to 4 or 8 bits)",
     )
     add(
         "--bits",
         type=float,
         metavar="B",
-        help="a weight, scales included, that int4 of the target may take, 4.5 to 8.5: matrices "
-        "that cost the model the most with 4 have 8 (default: as many bytes a step as with 8 for "
-        "the output matrix alone)",
+        help="maximum average bits per weight of an int4 target, scales included, 4.5 to 8.5: the "
+        "matrices where 4 bits lose the most quality get 8 (default: as many bytes per step as "
+        "with 8 bits for the output matrix alone)",
     )
     add(
         "--draft-weights",
         choices=WEIGHTS,
-        help="of the draft's (default: as the target's; of --draft self: int4)",
+        help="precision of the draft's matrices (default: that of the target; int4 for --draft "
+        "self)",
     )
     add(
         "--backend-runs",
         type=str.split,
         default=" ".join([*WEIGHTS, ENCODER_DECODERS, RECURRENT_STATES]),
         metavar="KINDS",
-        help="the weights, and whether encoder-decoders and recurrent states, that the graphs' "
-        "backend runs, as python -m engines --supports says; others are refused before the export "
-        "(default: all)",
+        help="kinds of weights that the backend runs, and whether it runs encoder-decoders and "
+        "recurrent states, as printed by python -m engines --supports; anything else is refused "
+        "before the export (default: all)",
     )
     add(
         "--cache-type",
         choices=["full", "int8"],
         default="full",
-        help="of keys and values: int8 for attention that is cheaper over long texts, on ONNX "
-        "Runtime on the CPU alone; or full, as --dtype says (default: full)",
+        help="precision of keys and values: int8 for cheaper attention over long texts (ONNX "
+        "Runtime on the CPU only), or full for that of --dtype (default: full)",
     )
     add(
         "--text",
         type=Path,
         metavar="FILE",
-        help="to measure the quality of quantised weights on (default: what the model writes)",
+        help="text to measure the quality of quantised weights on (default: text that the model "
+        "generates)",
     )
     add(
         "--max-len",
         type=_positive,
-        help="longest prompt + output, in tokens (default: 2048, or the target's if shorter)",
+        help="maximum length of prompt plus output, in tokens (default: 2048, or the target's "
+        "context if shorter)",
     )
     add(
         "--max-gamma",
         type=_positive,
         default=8,
-        help="most draft tokens a round, up to 64 (default: 8)",
+        help="maximum number of draft tokens per round, up to 64 (default: 8)",
     )
     add(
         "--format",
         dest="form",
         default="onnx",
         choices=["onnx", "torch"],
-        help="of the graphs: torch for --backend aotinductor, onnx for all others (default: onnx)",
+        help="format of the graphs: torch for --backend aotinductor, onnx for all others (default: "
+        "onnx)",
     )
     add(
         "--cache",
         type=Path,
         default=Path("build/.cache"),
-        help="where finished parts are kept (default: build/.cache)",
+        help="folder that keeps finished models for later exports (default: build/.cache)",
     )
-    add("--force", action="store_true", help="export again even what is in the cache")
+    add("--force", action="store_true", help="export again even if the model is in the cache")
     return parser
 
 
@@ -133,8 +141,8 @@ def main(argv: list[str] | None = None) -> int:
                 given[option] = None
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # Threads that spin at the end of an operation keep the ones they wait for from their cores:
-        # beside one busy process rounding with feedback took ten times as long.
+        # Threads that spin at the end of an operation occupy the cores of those they wait for:
+        # beside one busy process, rounding with error feedback took ten times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with interrupts_wait():
             from .pair import export

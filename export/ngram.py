@@ -1,6 +1,6 @@
-"""python -m export.ngram: draft models that are tables, counted from texts.
+"""python -m export.ngram: build draft models that are tables of counts from texts.
 
-Unigrams, bigrams, and pairs of tokens further apart, in one file that
+Counts unigrams, bigrams, and pairs of tokens further apart, and writes them to one file, which
 `runtime.generate --table FILE --draft unigram|bigram|skip` reads.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 DISTANCES = 8
 PIECE = 1 << 20  # characters that are tokenized at a time
-ZIP = b"PK"  # which NumPy's .npz files are
+ZIP = b"PK"  # NumPy's .npz files are ZIP archives
 
 
 def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tuple[Tables, int]:
-    """The tables of these texts, and how many tokens they have.
+    """Count the tables of these texts; also returns the total number of tokens.
 
-    tokenizer_folder: a checkpoint, or a bundle's folder `tokenizer`. Raises OutriderError
+    tokenizer_folder: a checkpoint, or a bundle's `tokenizer` folder. Raises OutriderError
     "checkpoint" or "option".
     """
     with interrupts_wait():
@@ -42,17 +42,17 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
 
         from runtime.drafts.tables import Tables, fingerprint
 
-    remedy = "Give the target's checkpoint, or a bundle's folder tokenizer."
+    remedy = "Give the target's checkpoint, or a bundle's tokenizer folder."
     if not tokenizer_folder.is_dir():
-        raise OutriderError("checkpoint", f"{tokenizer_folder} is no folder", remedy)
-    own = tokenizer_folder / "tokenizer.json"  # all that a bundle has
+        raise OutriderError("checkpoint", f"{tokenizer_folder} is not a folder", remedy)
+    own = tokenizer_folder / "tokenizer.json"  # a bundle has no other tokenizer file
     tokenizer: Any
     try:
         if own.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(own))  # type: ignore[no-untyped-call]
         else:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the library raises anything here
+    except Exception as error:  # noqa: BLE001 - the library may raise any class here
         cause = f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}"
         raise OutriderError("checkpoint", cause, remedy) from None
     vocabulary = tokenizer.get_vocab()
@@ -61,14 +61,14 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
         text = read_text(path, str(path))
         start = 0
         while start < len(text):
-            # Cut after a line, so that few tokens become two.
+            # Cut at the end of a line, so that few tokens are split in two.
             end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
             ids += tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
             start = end
             _progress(f"{path.name}: {min(start, len(text)) / len(text):.0%}, {len(ids):,} tokens")
     _progress("")
     if len(ids) <= distances:
-        raise OutriderError("option", f"the texts have {len(ids)} tokens", "Give more text.")
+        raise OutriderError("option", f"the texts have only {len(ids)} tokens", "Give more text.")
     tables = Tables.count(np.array(ids, np.int32), max(vocabulary.values()) + 1, distances)
     tables.tokenizer = fingerprint(vocabulary)
     return tables, len(ids)
@@ -81,18 +81,20 @@ def _progress(text: str) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse what is there and is no table, the text itself above all."""
+    """Refuse to overwrite a file that is not a table, above all the text itself."""
     if path.exists() and not (path.is_file() and path.open("rb").read(len(ZIP)) == ZIP):
         raise OutriderError(
-            "option", f"--out {path} is there, and is no table", "Name another file, or remove it."
+            "option",
+            f"--out {path} exists and is not a table",
+            "Name another file, or remove this one.",
         )
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="python -m export.ngram",
-        description="Count a text's tokens, and pairs of them, as draft models that cost next to "
-        "nothing.",
+        description="Count the tokens of a text, and pairs of them, to build draft models that "
+        "cost next to nothing.",
         epilog="example:\n"
         "  python -m export.ngram --tokenizer build/demo/tokenizer --out code.npz corpus.txt\n"
         "  python -m runtime.generate --engines build/demo --table code.npz --draft bigram "
@@ -101,15 +103,15 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("texts", nargs="+", type=Path, metavar="TEXT", help="text files, UTF-8")
     add("--tokenizer", type=Path, required=True, metavar="DIR",
-        help="whose tokens: the target's checkpoint, or a bundle's folder tokenizer")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="FILE.npz", help="where the tables go")
+        help="the target's checkpoint, or a bundle's tokenizer folder")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="FILE.npz", help="output file")
     add("--distances", type=int, default=DISTANCES, metavar="D",
-        help="how far apart pairs are counted, for --draft skip; default 8")  # fmt: skip
+        help="largest distance between counted pairs, for --draft skip (default: 8)")  # fmt: skip
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command(lambda: _main(parser().parse_args(argv)))
 
 

@@ -1,4 +1,4 @@
-"""python -m export.functions: a target's graph that verifies its own rounds."""
+"""python -m export.functions: add the verification of a round to a target's graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from runtime.files.torch_files import WEIGHTS_FILE
 
 DESCRIPTION = """\
 Append the node outrider::Verify to a target's graph: a call over the pending token and the drafts
-then also says how many of them stand, and which token follows. It is a function of standard
-operators, in whose place TensorRT takes the plugin of `make plugin`. docs/tensorrt.md has the rest.
+then also returns how many drafts are accepted, and which token follows. The node is a function of
+standard operators, which TensorRT replaces by the plugin of `make plugin`: see docs/tensorrt.md.
 """
 EPILOG = """\
 examples:
@@ -33,17 +33,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--graph", type=Path, required=True, metavar="DIR",
-        help="the folder of a target's graph.onnx, as python -m export writes it")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="DIR", help="a new folder to write")
+        help="folder of a target's graph.onnx, as written by python -m export")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="DIR", help="output folder, a new one")
     add("--rows", type=int, metavar="S",
-        help="of the caches, fixed: TensorRT refuses an open S (default: open)")  # fmt: skip
+        help="fixed number of cache rows, required by TensorRT (default: dynamic)")  # fmt: skip
     add("--vocab-size", type=int, metavar="V",
-        help="tokens that there are, if fewer than logits (default: as many)")  # fmt: skip
+        help="number of tokens, if fewer than logits (default: the number of logits)")  # fmt: skip
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command(lambda: _main(parser().parse_args(argv)))
 
 
@@ -60,14 +60,14 @@ def _main(args: argparse.Namespace) -> int:
             raise OutriderError(
                 "option",
                 f"{args.graph} has no {name}",
-                "Give the folder target/ of what python -m export wrote.",
+                "Give the target/ folder that python -m export wrote.",
             )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         args.out.mkdir()
     except FileExistsError:
         raise OutriderError(
-            "disk", f"{args.out} is there already", "Name another folder, or remove it."
+            "disk", f"{args.out} already exists", "Name another folder, or remove it."
         ) from None
     try:
         _write(args)
@@ -78,14 +78,14 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace) -> None:
-    import onnx_ir as ir  # late: with it comes torch, for which --help should not wait
+    import onnx_ir as ir  # late: it imports torch, which --help should not wait for
 
     from .verify import ALL, append_verify
 
     try:
         model = ir.load(args.graph / GRAPH_FILE)
-    except Exception as error:  # noqa: BLE001 - protobuf's own class, which is nobody's dependency
-        cause = f"{args.graph / GRAPH_FILE} is no ONNX file ({first_line(error)})"
+    except Exception as error:  # noqa: BLE001 - protobuf's own class, not a dependency of ours
+        cause = f"{args.graph / GRAPH_FILE} is not an ONNX file ({first_line(error)})"
         raise OutriderError("option", cause, "Export it again.") from None
     append_verify(model, args.vocab_size or ALL)
     if args.rows:
@@ -94,11 +94,11 @@ def _write(args: argparse.Namespace) -> None:
                 assert value.shape is not None
                 slots, heads, _, width = value.shape
                 value.shape = ir.Shape([slots, heads, args.rows, width])
-    # The weights are not read: the graph names the file beside it, which is copied.
+    # The weights are not loaded: the graph refers to the file beside it, which is copied.
     ir.save(model, args.out / GRAPH_FILE)
     shutil.copyfile(args.graph / WEIGHTS_FILE, args.out / WEIGHTS_FILE)
     size = sum(path.stat().st_size for path in args.out.iterdir())
-    print(f"{args.out}: a graph that verifies, {size / 2**20:,.1f} MiB", file=sys.stderr)
+    print(f"{args.out}: graph with Verify, {size / 2**20:,.1f} MiB", file=sys.stderr)
 
 
 if __name__ == "__main__":

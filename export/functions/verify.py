@@ -1,12 +1,13 @@
 """The sampling of a round as one node of the target's graph: `outrider::Verify`.
 
-The node calls an ONNX model-local function: its body, in standard operators, is the token rule of
-runtime/sampling/rules.py, so a backend that has those runs it. TensorRT has a plugin of that name,
-the kernel of plugins/, and takes it in place of the body (docs/tensorrt.md).
+The node calls an ONNX model-local function whose body implements the token rule of
+runtime/sampling/rules.py in standard operators, so any backend that has those can run it. TensorRT
+has a plugin of the same name, the kernel of plugins/, and uses it instead of the body
+(docs/tensorrt.md).
 
-Random numbers are made inside, by Philox on int64: what crosses into the graph is a seed and a
-position, as it is for the kernel, and nobody has to agree on who draws which number. The rule
-itself is a function of its own, `Judge`, which takes the uniforms: tests enumerate it.
+Random numbers are generated inside the graph, by Philox on int64. Its inputs are a seed and a
+position, as for the kernel, so no other component draws random numbers for it. The rule itself is a
+separate function, `Judge`, which takes the uniforms, so that tests can enumerate it.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from ..weights.operators import initializer
 from .own import DOMAIN, add
 from .sampling import functions
 
-ALL = 2**31 - 1  # vocab_size: as wide as the logits are
+ALL = 2**31 - 1  # vocab_size: as many tokens as there are logits
 
 
 def append_verify(model: ir.Model, vocab_size: int) -> None:
-    """Let the target's graph verify the round that it computes, in place.
+    """Add the verification of a round to the target's graph, in place.
 
-    The graph is export/graph.py's: a call over [pending, x1 .. xgamma] with logits at all of them.
-    So drafts are `input_ids` without the first, and the round starts at `position` + 1. New inputs:
-    draft_logits [B, gamma, V'] of the logits' type; seed, gamma int64 [B];
+    The graph is one of export/graph.py: a call over [pending, x1 .. xgamma] with logits at all of
+    them. So the drafts are `input_ids` without the first, and the round starts at `position` + 1.
+    New inputs: draft_logits [B, gamma, V'] of the logits' type; seed, gamma int64 [B];
     temperature, lenience float32 [B]. New outputs: accepted int32, token int64, status int32, [B].
-    See `functions`. vocab_size: the number of tokens there are; logits beyond are padding.
-    Raises OutriderError "option" for a graph that lacks these tensors, or so many logits, or has
-    been given the node.
+    See `functions`. vocab_size: the number of tokens; logits beyond it are padding.
+    Raises OutriderError "option" if the graph lacks these tensors, has fewer logits than
+    vocab_size, or already contains the node.
     """
     graph = model.graph
     ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     for name in ("input_ids", "position", "logits"):
         if name not in ends:
             raise OutriderError(
-                "option", f"the graph has no {name}", "Give one that python -m export wrote."
+                "option", f"the graph has no {name}", "Give a graph that python -m export wrote."
             )
     logits = ends["logits"]
     assert logits.shape is not None
     width = logits.shape[-1]
     if vocab_size != ALL and isinstance(width, int) and vocab_size > width:
         raise OutriderError(
-            "option", f"vocab_size {vocab_size} is over the {width} logits", "Leave it out."
+            "option", f"vocab_size {vocab_size} exceeds the {width} logits", "Leave it out."
         )
     if "accepted" in ends:
-        raise OutriderError("option", "the graph verifies already", "Use it as it is.")
+        raise OutriderError("option", "the graph already has the Verify node", "Use it as it is.")
     assert ends["position"].shape is not None
     slots = ends["position"].shape[0]
 

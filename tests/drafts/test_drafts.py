@@ -364,14 +364,14 @@ def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words", "kind"),
     [
-        (["--tokenizer", "nowhere", "--out", "x.npz", "{text}"], "is no folder", "checkpoint"),
+        (["--tokenizer", "nowhere", "--out", "x.npz", "{text}"], "is not a folder", "checkpoint"),
         (["--tokenizer", "{empty}", "--out", "x.npz", "{text}"], "cannot read", "checkpoint"),
         (["--tokenizer", str(TOKENIZER), "--out", "x.npz", "none"], "cannot read none", "option"),
         (["--tokenizer", str(TOKENIZER), "--out", "x.npz", "--distances", "0", "{text}"],
          "out of range", "option"),
         (["--tokenizer", str(TOKENIZER), "--out", "{text}/x.npz", "{text}"], "File exists", "disk"),
-        (["--tokenizer", str(TOKENIZER), "--out", "{text}", "{text}"], "is no table", "option"),
-        (["--tokenizer", str(TOKENIZER), "--out", "", "{text}"], "is no table", "option"),
+        (["--tokenizer", str(TOKENIZER), "--out", "{text}", "{text}"], "is not a table", "option"),
+        (["--tokenizer", str(TOKENIZER), "--out", "", "{text}"], "is not a table", "option"),
     ],
 )  # fmt: skip
 def test_what_the_counting_refuses(

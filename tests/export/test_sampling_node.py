@@ -385,15 +385,15 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
         return line
 
     assert f"no {GRAPH_FILE}" in refused(graph=other)
-    assert "there already" in refused(out=other)
+    assert "already exists" in refused(out=other)
     assert "out of range. Use 1 to 2147483647." in refused("--rows", "0")
-    assert "is over the 257 logits. Leave" in refused("--vocab-size", "99999")
+    assert "exceeds the 257 logits. Leave" in refused("--vocab-size", "99999")
     (other / GRAPH_FILE).write_bytes(b"no graph")
-    assert "is no ONNX file" in refused(graph=other)
+    assert "is not an ONNX file" in refused(graph=other)
     ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11),
             other / GRAPH_FILE)  # fmt: skip
     assert "no input_ids. Give" in refused(graph=other)
     verifies = tmp_path.parent / f"{tmp_path.name}-verifies"
     assert main(["--graph", str(folder), "--out", str(verifies)]) == 0
     capsys.readouterr()
-    assert "verifies already" in refused(graph=verifies)
+    assert "already has the Verify node" in refused(graph=verifies)
