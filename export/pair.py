@@ -1,4 +1,4 @@
-"""The pair: two parts, one vocabulary, one folder for `engines/`."""
+"""Export a pair: two models and their common tokenizer, in one folder for `engines/`."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from .loading import check_length
 from .weights.blocks import recover
 
 DEFAULT_MAX_LEN = 2048
-SAMPLED = 8  # matrices of a checkpoint, to learn how it is quantised
+SAMPLED = 8  # matrices of a checkpoint that are inspected to see how it is quantised
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "full": 16}
-SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
+SHORTEST_MAX_LEN = 32  # the comparison with the original needs room to roll back and continue
 
-# By role: "target", and "draft" where that is a model.
+# By role: "target", and "draft" if the draft is a model.
 Models = Mapping[str, Checkpoint]
 Parts = Mapping[str, tuple[Path, GraphFacts]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `python -m export` is asked for, by the names of its options.
+    """The options of `python -m export`, by name.
 
-    draft: "self" is the target with fewer bits, "ngram" lookups in the text, None no draft. form:
-    of the graphs; which one a backend wants, it says when it is given the other. weights: None is
-    "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
-    4 bits. backend_runs: kinds of weights, and whether encoder-decoders and recurrent states, that
-    the graphs' backend runs; others are refused before the export.
-    text: a file, UTF-8, to measure the quality of quantised weights on.
-    bits: a weight, that the target's int4 may take with 8 in places.
-    cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
-    max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
-    cache: where finished parts are kept. force: make them again.
+    draft: "self" for the target with fewer bits, "ngram" for lookups in the text, None for no
+    draft. form: format of the graphs; a backend that is given the wrong one names the right one.
+    weights: None means "full", or int4 or int8 for a quantised checkpoint. draft_weights: None
+    means that of the target, or 4 bits if draft is "self". backend_runs: the kinds of weights that
+    the backend runs, and whether it runs encoder-decoders and recurrent states; anything else is
+    refused before the export. text: a UTF-8 file to measure the quality of quantised weights on.
+    bits: maximum bits per weight of an int4 target, some of whose matrices may have 8.
+    cache_type: type of the cache rows, only for ONNX Runtime on the CPU; None means `dtype`.
+    max_gamma: 1 to 64. max_len: None means 2048, or the target's context if that is shorter.
+    cache: folder of finished models. force: make them again even if they are there.
     """
 
     model: str
@@ -81,10 +81,10 @@ class Asked:
 
 
 def export(model: str, draft: str | None, out: Path, **options: Any) -> Pair:
-    """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
+    """Write target, draft and tokenizer to `out`, completely or not at all. See `Pair`.
 
     options: see `Asked`. Raises OutriderError "checkpoint", "architecture", "vocabulary",
-    "difference", "option", "backend", "disk".
+    "difference", "option", "backend" or "disk".
     """
     asked = Asked(model, draft, out, **options)
     _quiet()
@@ -98,13 +98,13 @@ def export(model: str, draft: str | None, out: Path, **options: Any) -> Pair:
 
 
 def _find(asked: Asked) -> Models:
-    """Find both checkpoints, and refuse two that do not go together or that the backend does not
-    run. Raises OutriderError "checkpoint", "architecture", "option", "backend"."""
+    """Find both checkpoints; refuse them if they do not match or the backend does not run them.
+    Raises OutriderError "checkpoint", "architecture", "option", "backend"."""
     dtype, cache_type = asked.dtype, asked.cache_type
     if cache_type and (dtype != "float32" or asked.form != "onnx"):
         raise OutriderError(
             "option",
-            f"CACHE={cache_type} is for ONNX Runtime on the CPU in float32",
+            f"CACHE={cache_type} is supported only by ONNX Runtime on the CPU in float32",
             "Leave CACHE out, or build with BACKEND=onnxruntime DTYPE=float32.",
         )
     models = {"target": (target := find(asked.model))}
@@ -126,7 +126,7 @@ def _find(asked: Asked) -> Models:
 
 
 def _kinds(asked: Asked, models: Models) -> dict[str, str]:
-    """Choose the kind of each model's weights. Raises OutriderError "option", "backend"."""
+    """Choose each model's kind of weights. Raises OutriderError "option", "backend"."""
     target, text, itself = models["target"], asked.text, asked.draft == "self"
     named = "" if asked.bits is None else f"BITS={asked.bits:g}"
     kinds = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
@@ -134,28 +134,28 @@ def _kinds(asked: Asked, models: Models) -> dict[str, str]:
         kinds["draft"] = asked.draft_weights or ("int4" if itself else kinds["target"])
     refuse_first([
         ("draft" not in models and asked.draft_weights,
-         f"DRAFT_WEIGHTS={asked.draft_weights} is for a draft model, and there is none",
-         "Name a DRAFT, or leave it out."),
+         f"DRAFT_WEIGHTS={asked.draft_weights} is set, but there is no draft model",
+         "Set DRAFT to a model, or leave DRAFT_WEIGHTS out."),
         (text is not None and target.features,
-         f"TEXT={text} is what a model reads, and {target.source} reads sound",
+         f"TEXT={text} is text, but {target.source} reads audio",
          "Leave TEXT out."),
         (text is not None and {*kinds.values()} == {"full"},
-         f"TEXT={text} is to measure quantised weights on, and none are",
-         "Set WEIGHTS, or leave it out."),
+         f"TEXT={text} is for measuring quantised weights, but no weights are quantised",
+         "Set WEIGHTS, or leave TEXT out."),
         (named and kinds["target"] != "int4",
-         f"{named} is for WEIGHTS=int4, and WEIGHTS is {kinds['target']}",
+         f"{named} requires WEIGHTS=int4, but WEIGHTS is {kinds['target']}",
          "Set WEIGHTS=int4, or leave BITS out."),
         (asked.bits is not None and not 4.5 <= asked.bits <= 8.5,
-         f"{named} is out of range: all matrices take 4.5 with 4 bits, scales included, and 8.5 "
-         "with 8",
+         f"{named} is out of range: a weight takes 4.5 bits if all matrices have 4, scales "
+         "included, and 8.5 if all have 8",
          "Give BITS from 4.5 to 8.5, or set WEIGHTS=int8."),
         (named and target.features,
-         f"{named} needs texts that the model writes, and {target.source} reads sound",
+         f"{named} requires text that the model generates, but {target.source} reads audio",
          "Leave BITS out, or set WEIGHTS=int8."),
         (itself and BITS[kinds["draft"]] >= BITS[kinds["target"]],
          f"DRAFT=self with WEIGHTS={kinds['target']} and DRAFT_WEIGHTS={kinds.get('draft')}: the "
-         "draft would be no cheaper than the target, or hardly",
-         "Give the draft fewer bits than the target, or another DRAFT."),
+         "draft would be hardly cheaper than the target, if at all",
+         "Give the draft fewer bits than the target, or choose another DRAFT."),
     ])  # fmt: skip
     _check_weights(asked, "WEIGHTS", kinds["target"], "WEIGHTS=full")
     if "draft" in kinds:
@@ -165,13 +165,14 @@ def _kinds(asked: Asked, models: Models) -> dict[str, str]:
 
 
 def _lengths(asked: Asked, models: Models) -> dict[str, int]:
-    """Choose the longest text of each model. Raises OutriderError "option", "architecture"."""
+    """Choose the maximum sequence length of each model. Raises OutriderError "option",
+    "architecture"."""
     target, length = models["target"], asked.max_len
     if length is None:
         length = min(DEFAULT_MAX_LEN, target.max_len)
     refuse_first([
         (length > target.max_len,
-         f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
+         f"MAX_LEN={length} exceeds the context of {target.source}, {target.max_len} tokens",
          f"Build with MAX_LEN={target.max_len} or less."),
         (not 1 <= asked.max_gamma <= MOST_GAMMA, f"MAX_GAMMA={asked.max_gamma} is out of range",
          f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}."),
@@ -186,13 +187,16 @@ def _lengths(asked: Asked, models: Models) -> dict[str, int]:
 
 
 def _tokenizer(models: Models) -> PreTrainedTokenizerFast:
-    """Load the pair's one vocabulary. Whatever `_write_pair` reads beside it is read here too, so
-    that what is wrong with it is said before the minutes that graphs take. Raises OutriderError
-    "checkpoint", "vocabulary", "architecture"."""
+    """Load the pair's common tokenizer. Everything else that `_write_pair` reads is read here too,
+    so that errors in it are reported before the graphs are made, which takes minutes. Raises
+    OutriderError "checkpoint", "vocabulary", "architecture"."""
     target = models["target"]
     tokenizer = vocabulary.load_tokenizer(target)
     if not vocabulary.end_of_text_ids(target, tokenizer):
-        note(f"{target.source} names no eos_token_id: a text ends at its length or a stop string")
+        note(
+            f"{target.source} names no eos_token_id: generation ends only at the length limit or "
+            "at a stop string"
+        )
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
     vocabulary.audio(target)
@@ -212,12 +216,13 @@ def _parts(
     lengths: Mapping[str, int],
     tokenizer: PreTrainedTokenizerFast,
 ) -> Parts:
-    """Make each model's graph, or find it in the cache. Raises what `part.make` does, "option"."""
+    """Make each model's graph, or find it in the cache. Raises OutriderError "option", and as
+    `part.make`."""
     words = _words(asked.text, tokenizer, _narrowest(models)) if asked.text is not None else None
     capacity = slot_rows(lengths["target"], asked.max_gamma)
     shares = "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
     if shares:
-        note("the draft's encoder is the target's, which is run once for both")
+        note("target and draft have the same encoder, which runs once for both")
     return {
         role: part.make(
             part.Wanted(
@@ -250,7 +255,7 @@ def _write_pair(
             target=facts,
             draft=parts["draft"][1] if "draft" in parts else None,
             tokenizer=words,
-            # Tokenizers of Whisper may lack the timestamps, which are tokens like all others.
+            # Whisper's tokenizers may lack the timestamps, which are ordinary tokens to the model.
             vocab_size=facts.vocab_size
             if target.features
             else min(words.vocab_size, facts.vocab_size),
@@ -267,15 +272,15 @@ def _write_pair(
 
 
 def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) -> None:
-    """Refuse what there is for decoder-only models alone. Raises OutriderError "option",
-    "architecture"."""
+    """Refuse options that only decoder-only models support, and pairs of different kinds. Raises
+    OutriderError "option", "architecture"."""
     target = models["target"]
     for name, value in options.items():
         if value not in (None, "float32"):
             raise OutriderError(
                 "option",
-                f"{name}={value} is for decoder-only models in this version, and {target.source} "
-                f"is a {target.architecture}",
+                f"{name}={value} supports only decoder-only models in this version, and "
+                f"{target.source} is a {target.architecture}",
                 f"Leave {name} out, and build with BACKEND=onnxruntime.",
             )
     for checkpoint in models.values():
@@ -284,12 +289,12 @@ def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) ->
         if checkpoint.features != target.features:
             raise OutriderError(
                 "architecture",
-                f"{target.source} reads {_spectrum(target.features)}, and its draft "
-                f"{checkpoint.source} {_spectrum(checkpoint.features)}",
+                f"{target.source} reads {_spectrum(target.features)}, but its draft "
+                f"{checkpoint.source} reads {_spectrum(checkpoint.features)}",
                 "Choose a DRAFT of the target's kind, or DRAFT=none.",
             )
         if checkpoint.packed:
-            reason = "quantised weights are read of decoder-only models alone in this version"
+            reason = "only decoder-only models may have quantised weights in this version"
             raise checkpoint.refused(reason)
 
 
@@ -303,43 +308,43 @@ def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
     kinds = [f"{x.source} is a {x.architecture}" for x in (target, drafter)]
     return OutriderError(
         "architecture",
-        f"{kinds[0]} and its draft {kinds[1]}: one of them reads a source, the other does not",
+        f"{kinds[0]} and its draft {kinds[1]}: only one of them is an encoder-decoder",
         "Choose a DRAFT of the target's kind, or DRAFT=none.",
     )
 
 
 def _check_weights(asked: Asked, option: str, kind: str, instead: str) -> None:
-    """Refuse now what the backend would refuse after the export. option: in the words of make."""
+    """Refuse now what the backend would refuse after the export. option: name of make's option."""
     default = getattr(asked, option.lower()) is None
     said = f"{option}={kind}" + (", the default here," if default else "")
     if asked.form == "torch" and kind != "full":
-        cause = f"{said} is for graphs in ONNX, and these are torch's"
+        cause = f"{said} requires graphs in ONNX format, and these are in torch's"
         raise OutriderError("option", cause, f"Build with {instead}, or --format onnx.")
     if kind == "fp8" and asked.dtype == "float32":
-        cause = f"{said} is for GPUs, and graphs of DTYPE={asked.dtype} are for CPUs"
+        cause = f"{said} is only for GPUs, and graphs of DTYPE={asked.dtype} are for CPUs"
         raise OutriderError("option", cause, "Build with DTYPE=float16 or bfloat16.")
     if kind not in asked.backend_runs:
-        cause = f"{said} is not what the backend runs with this DTYPE"
+        cause = f"{said} is not supported by the backend with this DTYPE"
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
 
 
 def _bits_of(checkpoint: Checkpoint, option: str) -> str:
-    """What a checkpoint that is quantised already becomes where nobody says: the least that costs
-    next to nothing. That is 4 bits only where they carry its levels over, and 8 otherwise."""
+    """The default kind of weights: "full", or for a quantised checkpoint the smallest that loses
+    next to nothing. That is 4 bits only if they can hold its levels, otherwise 8."""
     packed = checkpoint.packed
     if packed is None or packed.bits not in (4, 8):
         return "full"
     if packed.bits == 8 or _carried(checkpoint):
         return f"int{packed.bits}"
     note(
-        f"{checkpoint.source}: 4 bits in blocks of 32 without zero points do not carry its levels "
-        f"over, so {option} is int8; int4 is smaller, and quantises it anew"
+        f"{checkpoint.source}: blocks of 32 4-bit weights without zero points cannot hold its "
+        f"levels, so {option} is int8; int4 is smaller, but quantises the weights anew"
     )
     return "int8"
 
 
 def _carried(checkpoint: Checkpoint) -> bool:
-    """Whether blocks of 4 bits hold most of what a sample of the layers' matrices says."""
+    """Whether 4-bit blocks exactly hold at least half of a sample of the layers' matrices."""
     assert checkpoint.packed is not None
     matrices = [
         tensor
@@ -352,7 +357,7 @@ def _carried(checkpoint: Checkpoint) -> bool:
 
 
 def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:
-    """Token ids of a text, those that every model has."""
+    """Token ids of a text file, without those that some model of the pair lacks."""
     words = read_text(file, f"TEXT={file}")
     ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for token in ids if token < width]
@@ -365,10 +370,14 @@ def _narrowest(models: Models) -> int:
 def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
     if defaults := vocabulary.sampling_defaults(target):
         options = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        note(f"the generation config asks for {options}: pass what you want of it when generating")
+        note(
+            f"the generation config sets {options}, which the bundle does not keep: pass the ones "
+            "you want when generating"
+        )
     if tokenizer.split_special_tokens:
         note(
-            "its tokenizer takes special tokens in a prompt as text: special_tokens=text does that"
+            "the tokenizer treats special tokens in a prompt as text: pass special_tokens=text for "
+            "that"
         )
     beyond = max(tokenizer.get_vocab().values()) + 1 - target.vocab_size
     if beyond > 0:
@@ -376,7 +385,7 @@ def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerF
 
 
 def _quiet() -> None:
-    """Loading bars and advice of the libraries would drown the stage lines."""
+    """Silence the libraries' progress bars and advice, which would drown the stage lines."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

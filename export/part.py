@@ -1,4 +1,4 @@
-"""One model's graph as a content-addressed part: made once, found again by its key."""
+"""Export one model's graph to a content-addressed cache: made once, then found by its key."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def versions() -> dict[str, str]:
     return {module.__name__: module.__version__ for module in modules}
 
 
-# What chooses levels of 4 bits.
+# The code that chooses 4-bit levels.
 ROUNDING = Path(__file__).parents[1] / "plugins" / "cpu" / "outrider_rounding.cpp"
 
 
 def exporter_digest() -> str:
-    """A hash of this package and of what rounds and lays out its weights: other code makes another
-    graph."""
+    """A hash of this package and of the other code that decides a graph's contents: how weights are
+    rounded, and how torch's files are laid out."""
     digest = hashlib.sha256()
     own = sorted(Path(__file__).parent.rglob("*.py"))
     for path in (*own, Path(torch_files.__file__), ROUNDING):
@@ -75,12 +75,13 @@ def exporter_digest() -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be made of a checkpoint.
+    """A request for the graph of a checkpoint.
 
-    role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
-    has the model write them. bits: a weight, that int4 may take; None: see `quantise_model`.
-    shares: whether it reads what the target's encoder has made. states: whether the backend runs
-    recurrent ones. The others are those of `GraphFacts`.
+    role: "target" or "draft", as in progress lines. text: token ids to measure the quality of
+    quantised weights on; if None, the model generates them. bits: maximum bits per weight of int4;
+    None: see `quantise_model`. shares: whether the model reads the states of the target's encoder.
+    states: whether the backend runs models with recurrent states. The others are as in
+    `GraphFacts`.
     """
 
     role: str
@@ -104,21 +105,21 @@ class Wanted:
 
     @property
     def by(self) -> Any:
-        """What traces modules and saves what comes of it."""
+        """The module whose `trace` and `save` make this format."""
         return program if self.form == "torch" else graph
 
     @property
     def takes_states(self) -> bool:
-        """Whether there is a graph for layers that carry one."""
+        """Whether layers with a recurrent state can be exported with these options."""
         return self.states and self.for_host and not self.cache
 
     @property
     def for_host(self) -> bool:
-        """Whether ONNX Runtime on the CPU has a graph of its own."""
+        """Whether a separate graph is made for ONNX Runtime on the CPU."""
         return self.form == "onnx" and self.dtype == "float32"
 
     def key(self) -> str:
-        """Of everything that decides what is made."""
+        """A digest of everything that decides the result."""
         return digest_json(
             {
                 "files": content_hashes(self.checkpoint),
@@ -130,24 +131,25 @@ class Wanted:
                 "versions": versions(),
                 "format": self.form,
                 "weights": self.weights,
-                "text": self.text if self.weights else None,  # it decides nothing else
+                "text": self.text if self.weights else None,  # it matters only to quantised weights
                 "bits": self.bits,
                 "cache": self.cache,
                 "shares": self.shares,
-                "checked": find_library() is not None,  # what is the CPU's own
+                "checked": find_library() is not None,  # whether the CPU's graph can be compared
             }
         )
 
 
 def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
-    """The folder of the checkpoint's graph, in this one, exported now or earlier.
+    """Export the checkpoint's graph to a subfolder of `folder`, unless it is there already; returns
+    the subfolder.
 
-    Raises OutriderError "checkpoint", "architecture", "difference" or "disk", and for weights that
-    need liboutrider "backend".
+    Raises OutriderError "checkpoint", "architecture", "difference" or "disk", and "backend" if the
+    weights need liboutrider and it is missing.
     """
     role, checkpoint = wanted.role, wanted.checkpoint
     if wanted.weights == "int4" or (wanted.weights and wanted.for_host):
-        load_rounding()  # now, and not after minutes of work
+        load_rounding()  # fail now, not after minutes of work
     with stage(role, "hash") as said:
         key = wanted.key()
         own = folder / key[:16]
@@ -167,7 +169,7 @@ def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, Graph
 
 
 def _cached(folder: Path, key: str) -> GraphFacts | None:
-    """A finished part with this key whose files are what they were; else it is made again."""
+    """The facts of a finished part with this key and unchanged files; None if there is none."""
     if not (folder / PART_FILE).is_file():
         return None
     try:
@@ -180,10 +182,10 @@ def _cached(folder: Path, key: str) -> GraphFacts | None:
 
 @dataclass(frozen=True)
 class _Original:
-    """What is known of the model when its weights are gone.
+    """What is kept of the model after its weights are released.
 
-    rounded: with activations rounded as liboutrider does; None where weights are not quantised.
-    exact: in float64, of experts of few bits and what reads text with an encoder.
+    rounded: its logits with activations rounded as by liboutrider; None if weights are not
+    quantised. exact: its logits in float64, for quantised experts and text encoders.
     """
 
     parameters: int
@@ -244,7 +246,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
 
 
 def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Original:
-    """Load the model, quantise, run, trace and write it. Nothing that is returned has weights."""
+    """Load the model, quantise, run, trace and write it. The result refers to no weights."""
     role, checkpoint = wanted.role, wanted.checkpoint
     with stage(role, "load") as said:
         narrow = quantising and wanted.dtype == "float32"
@@ -259,7 +261,9 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         quantising.quantise(model, wanted.max_len, folder)
     elif wanted.for_host and any(are_experts(module) for module in model.modules()):
         option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
-        note(f"all experts compute for each token; with {option}=int4 or int8 the chosen ones do")
+        note(
+            f"all experts compute every token; with {option}=int4 or int8 only the chosen ones do"
+        )
     with stage(role, "run the original"):
         given = model, wanted.capacity, checkpoint.features, wanted.shares
         original, rounded, exact = compare.reference(*given), None, None
@@ -268,8 +272,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
                 rounded = compare.reference(*given)
         experts = any(isinstance(module, QuantisedExperts) for module in model.modules())
         if narrow and (experts or (checkpoint.has_encoder and not checkpoint.features)):
-            # Of two experts that score alike either may be asked, and T5's scores are not scaled
-            # down. Some models cannot compute in it.
+            # If two experts score alike, rounding decides which one is chosen; and T5 does not
+            # scale its attention scores down. Some models cannot compute in float64.
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
@@ -288,10 +292,10 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
 
 
 def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
-    """The decoder's graph, and the encoder's where there is one: what the format's `save` takes."""
+    """Trace the decoder, and the encoder if there is one, for `save` of the same format."""
     checkpoint = wanted.checkpoint
     with stage(wanted.role, f"trace, {wanted.dtype}") as said:
-        said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows a slot"
+        said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows per slot"
         positions = learned_positions(model, checkpoint)
         rows = program.EXAMPLE_ROWS if wanted.form == "torch" else wanted.capacity
         of_text = example(
@@ -330,7 +334,7 @@ def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
 
 
 def _without_states(wanted: Wanted) -> OutriderError:
-    """Of what models with a recurrent state do not have."""
+    """The error for an option or backend that does not support recurrent states."""
     which = f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}"
     if wanted.for_host and not wanted.cache:
         return OutriderError(
@@ -342,15 +346,16 @@ def _without_states(wanted: Wanted) -> OutriderError:
     name = "BACKEND=aotinductor" if wanted.form == "torch" else name
     return OutriderError(
         "option",
-        f"{name} is for models without a recurrent state in this version, and {which}",
-        f"Leave {name.partition('=')[0]} out: it runs on the CPU in float32, with WEIGHTS=int8 or "
-        "int4 too.",
+        f"{name} supports only models without a recurrent state in this version, and {which}",
+        f"Leave {name.partition('=')[0]} out: the model runs on the CPU in float32, also with "
+        "WEIGHTS=int8 or int4.",
     )
 
 
 def _state_rows(wanted: Wanted, shapes: CacheShapes) -> int:
-    """As many as a round writes, with drafts that are begun again two tokens before them, or the
-    comparison with the original goes back; and what is read of those before."""
+    """Rows R of a state's ring: those that a round writes, with a draft that starts two tokens
+    earlier, or that the comparison with the original rolls back over; plus the earlier rows that a
+    call reads."""
     return max(wanted.max_gamma + 3, 8) + shapes.reach
 
 
@@ -367,8 +372,9 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 def _exactly(
     wanted: Wanted, quantising: Quantising | None, found: compare.Reference | None
 ) -> Callable[[], compare.Reference] | None:
-    """What the original says in twice as many bits. A second load, of twice the size, and once.
-    Of quantised float32, whose levels are not kept, what was asked while they were there."""
+    """A function for the original's logits in twice the precision. It loads the model again, at
+    twice the size, and only once. For quantised float32, whose levels are not kept, it returns
+    `found`, computed while they were there, or there is no function."""
     if quantising and wanted.dtype == "float32":
         return (lambda: found) if found else None
 
@@ -379,7 +385,7 @@ def _exactly(
             quantising.again(model)
         if wanted.dtype == "float32":
             model = model.double()
-            model.config._experts_implementation = "eager"  # grouped products have no doubles
+            model.config._experts_implementation = "eager"  # grouped products lack float64
         features = wanted.checkpoint.features
         return compare.reference(model, wanted.capacity, features, wanted.shares)
 
@@ -392,7 +398,8 @@ def _compare(
     exact: Callable[[], compare.Reference] | None,
     folder: Path,
 ) -> compare.Comparison:
-    """Raises OutriderError "difference", "architecture", "backend"."""
+    """Compare the graph with the original. Raises OutriderError "difference", "architecture",
+    "backend"."""
     with stage(wanted.role, "compare with the original") as said:
         try:
             result = compare.compare(folder, original.said, wanted.dtype, exact)
@@ -415,11 +422,11 @@ def _compare(
 
 
 def _check_space(folder: Path, wanted: Wanted) -> None:
-    """Fail before minutes of work, not after them."""
+    """Raise OutriderError "disk" before minutes of work, not after them."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = wanted.checkpoint
     sizes = sum(path.stat().st_size for path in checkpoint.files)
-    # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
+    # A graph holds the checkpoint's weights; at worst 16-bit ones become 32-bit ones.
     stored = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored, 32 if wanted.dtype == "float32" else 16
     need = numbers * width // 8
@@ -427,16 +434,16 @@ def _check_space(folder: Path, wanted: Wanted) -> None:
         text = checkpoint.text_config
         table = min(
             numbers, text.vocab_size * getattr(text, "hidden_size", 0)
-        )  # dense for ONNX's look-up
+        )  # dense, for ONNX's Gather
         each = 4 if wanted.weights == "int4" else 8
         bits = int(table * 8 + (numbers - table) * (wanted.bits or each))
-        graphs = [width, 16] if wanted.for_host else [width]  # by the type of their scales
+        graphs = [width, 16] if wanted.for_host else [width]  # width of their scales, in bits
         need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
     free = shutil.disk_usage(folder).free
     if need > free:
         raise OutriderError(
             "disk",
-            f"{folder} has {free / 2**20:,.0f} MiB free, and the graph may need "
+            f"{folder} has {free / 2**20:,.0f} MiB free, but the graph may need "
             f"{need / 2**20:,.0f}",
             "Free some space, or set another --cache.",
         )
@@ -451,5 +458,5 @@ def _reason(error: BaseException) -> str:
     if "complex-valued" in str(error):
         return "it computes with complex numbers"
     if "data-dependent" in str(error):
-        return "what it computes depends on numbers that are known only while it runs"
+        return "its code depends on values that are known only at run time"
     return f"torch.export cannot follow its code ({first_line(error)})"

@@ -338,8 +338,8 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
 @pytest.mark.parametrize(
     ("asked", "cause", "remedy"),
     [
-        ("--bits 5", "BITS=5 is for WEIGHTS=int4, and WEIGHTS is full", "Set WEIGHTS=int4"),
-        ("--weights int8 --bits 5", "BITS=5 is for WEIGHTS=int4, and WEIGHTS is int8", "Set WEI"),
+        ("--bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is full", "Set WEIGHTS=int4"),
+        ("--weights int8 --bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is int8", "Set"),
         ("--weights int4 --bits 9", "BITS=9 is out of range", "from 4.5 to 8.5"),
         ("--weights int4 --bits nan", "BITS=nan is out of range", "from 4.5 to 8.5"),
         ("--weights int4 --bits 4.4", "BITS=4.4 is out of range", "from 4.5 to 8.5"),

@@ -75,14 +75,14 @@ def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "cause"),
     [
-        (["--dtype", "float16"], "option", "DTYPE=float16 is for decoder-only models"),
+        (["--dtype", "float16"], "option", "DTYPE=float16 supports only decoder-only models"),
         (
             ["--backend-runs", "full"],
             "backend",
             "the backend does not run encoder-decoders with DTYPE=",
         ),
-        (["--cache-type", "int8"], "option", "CACHE=int8 is for decoder-only models"),
-        (["--draft", "llama"], "architecture", "one of them reads a source"),
+        (["--cache-type", "int8"], "option", "CACHE=int8 supports only decoder-only models"),
+        (["--draft", "llama"], "architecture", "only one of them is an encoder-decoder"),
     ],
 )
 def test_not_exported(
@@ -152,7 +152,7 @@ def test_a_draft_that_reads_other_features(
     target = workshop.checkpoint("whisper")
     other = with_features(target, tmp_path / "other", feature_size=16)
     said = refused(target, "--draft", str(other), kind="architecture")
-    assert "reads 8 x 16 log-mel features, and its draft other 16 x 16" in said
+    assert "reads 8 x 16 log-mel features, but its draft other reads 16 x 16" in said
 
 
 def test_a_text_is_nothing_to_measure_it_on(
@@ -161,4 +161,4 @@ def test_a_text_is_nothing_to_measure_it_on(
     text = tmp_path / "text.txt"
     text.write_text("This is what was said. " * 40)
     asked = ("--weights", "int8", "--text", str(text))
-    assert "reads sound" in refused(workshop.checkpoint("whisper"), *asked, kind="option")
+    assert "reads audio" in refused(workshop.checkpoint("whisper"), *asked, kind="option")

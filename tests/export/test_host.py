@@ -199,8 +199,8 @@ def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "options", "cause"),
     [
-        ({}, {"dtype": "float16"}, "is for ONNX Runtime on the CPU"),
-        ({}, {"form": "torch"}, "is for ONNX Runtime on the CPU"),
+        ({}, {"dtype": "float16"}, "is supported only by ONNX Runtime on the CPU"),
+        ({}, {"form": "torch"}, "is supported only by ONNX Runtime on the CPU"),
         (WIDER, {}, "needs a graph of our own"),
     ],
 )

@@ -80,11 +80,11 @@ def test_architectures_that_the_graph_cannot_express(
 @pytest.mark.parametrize(
     ("name", "option", "value", "kind", "cause"),
     [
-        ("lfm2", "cache-type", "int8", "option", "is for models without a recurrent state"),
-        ("lfm2", "format", "torch", "option", "is for models without a recurrent state"),
+        ("lfm2", "cache-type", "int8", "option", "supports only models without a recurrent state"),
+        ("lfm2", "format", "torch", "option", "supports only models without a recurrent state"),
         ("lfm2", "backend-runs", "full", "backend", "the backend does not run models with a recu"),
         *(
-            (name, "dtype", "float16", "option", "is for models without a recurrent state")
+            (name, "dtype", "float16", "option", "supports only models without a recurrent state")
             for name in RECURRENT
         ),
     ],
@@ -147,7 +147,7 @@ def test_attention_that_the_graph_cannot_express() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ("Could not guard on data-dependent expression u0", "are known only while it runs"),
+        ("Could not guard on data-dependent expression u0", "are known only at run time"),
         ("False != True", "torch.export cannot follow its code (False != True)"),
     ],
 )
