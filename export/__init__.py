@@ -1,1 +1,1 @@
-"""A Hugging Face checkpoint pair becomes portable ONNX graphs, checked against the original."""
+"""Export Hugging Face checkpoint pairs to portable graphs, checked against the original models."""

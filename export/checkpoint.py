@@ -1,4 +1,4 @@
-"""Finding a Hugging Face checkpoint, and refusing what only looks like one."""
+"""Find a Hugging Face checkpoint, and refuse folders and files that only look like one."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _PACKED = {  # by quant_method
 class Checkpoint:
     """A checkpoint on disk.
 
-    path: a folder, or a GGUF file that says all by itself. context: the longest sequence that it
-    was made for, in tokens; None where it does not say. packed: how its weights are stored, None
-    where as Transformers itself reads them. gguf: the file that holds them, where it is one.
-    features: what its encoder reads, where that is no text.
+    path: a folder, or a GGUF file that needs no other file. context: the longest sequence that it
+    was made for, in tokens; None if unspecified. packed: how its weights are stored; None if
+    Transformers reads them itself. gguf: the GGUF file that holds them, if any. features: the
+    features that its encoder reads, None if it reads text or there is no encoder.
     """
 
     path: Path
@@ -83,18 +83,19 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """All that hold weights."""
+        """All files that hold weights."""
         return [self.gguf.path] if self.gguf else weight_files(self.path)
 
     def refused(self, reason: str) -> OutriderError:
-        """It cannot be exported."""
+        """The error that this checkpoint cannot be exported."""
         return refuse_architecture(self.source, self.config, reason)
 
 
 def find(name: str) -> Checkpoint:
-    """A folder, a GGUF file, or a name on the Hugging Face hub that is fetched into its cache.
+    """Find a folder, a GGUF file, or a name on the Hugging Face hub, which is downloaded to the
+    hub's cache.
 
-    No code that a checkpoint brings along is run. Raises OutriderError "checkpoint" or
+    Code that comes with a checkpoint is never run. Raises OutriderError "checkpoint" or
     "architecture".
     """
     if not name:
@@ -103,8 +104,8 @@ def find(name: str) -> Checkpoint:
             "the name of a model is empty",
             "Give a folder, or DRAFT=none for no draft.",
         )
-    path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
-    source = os.path.basename(os.path.realpath(path))  # and for links that lead in a circle
+    path = Path(os.path.expanduser(name))  # pathlib's expanduser raises for an unknown user
+    source = os.path.basename(os.path.realpath(path))  # and its resolve for circular links
     if not path.exists():
         path, source = _fetch(name), name
     file = None if weight_files(path) else gguf.locate(name, path)
@@ -117,12 +118,12 @@ def find(name: str) -> Checkpoint:
     packed = _packed(name, path, written)
     config = _configuration(name, path)
     if packed:
-        del config.quantization_config  # the model is a plain one
+        del config.quantization_config  # the model is built with plain layers
     text = config.get_text_config(decoder=True)
     named = "max_position_embeddings", "max_target_positions"
     field = next((field for field in named if getattr(text, field, None) is not None), named[0])
     context = getattr(text, field, None)
-    if context == -1 and field not in written:  # XLNet's class says so: there is no limit
+    if context == -1 and field not in written:  # XLNet's class default: there is no limit
         context = None
     if context is not None and (type(context) is not int or context < 1):
         raise _odd_config(name, field, context)
@@ -130,8 +131,8 @@ def find(name: str) -> Checkpoint:
         raise _odd_config(name, "vocab_size", width)
     if "auto_map" in written:
         note(
-            f"{name} brings code of its own, which is not run: Transformers' "
-            f"{type(config).__name__.removesuffix('Config')} is exported"
+            f"{name} comes with its own code, which is not run: Transformers' "
+            f"{type(config).__name__.removesuffix('Config')} is exported instead"
         )
     try:
         heard = features.read(name, path) if _hears(config) else None
@@ -141,8 +142,7 @@ def find(name: str) -> Checkpoint:
 
 
 def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
-    """What generation_config.json says, None where there is none. Raises OutriderError
-    "checkpoint"."""
+    """Read generation_config.json; None if there is none. Raises OutriderError "checkpoint"."""
     if (checkpoint.path / "generation_config.json").is_file():
         try:
             return GenerationConfig.from_pretrained(checkpoint.path)
@@ -152,14 +152,14 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
 
 
 def check_named(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
-    """ValueError for what a generation config takes for a token of the model and is none."""
+    """Raise ValueError if a generation config names a token that the model does not have."""
     width = checkpoint.vocab_size
     if odd := [token for token in ids if not 0 <= token < width]:
-        raise ValueError(f"generation_config names the token {odd[0]}, and there are {width}")
+        raise ValueError(f"generation_config names token {odd[0]}, but the model has {width}")
 
 
 def unreadable(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
-    """Of a file that a checkpoint can do without."""
+    """The error for a damaged file that the checkpoint does not need."""
     return OutriderError(
         "checkpoint",
         f"{checkpoint.source}/{file} cannot be read: {why}",
@@ -177,7 +177,7 @@ def _configuration(name: str, path: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         of_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if config.is_encoder_decoder and not of_text and not _hears(config):
-            raise refuse_architecture(name, config, "its encoder reads neither text nor sound")
+            raise refuse_architecture(name, config, "its encoder reads neither text nor audio")
         config.get_text_config(decoder=True)
     except OutriderError:
         raise
@@ -198,7 +198,8 @@ def _configuration(name: str, path: Path) -> PretrainedConfig:
 
 
 def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
-    """How the weights are packed. Raises OutriderError "checkpoint" where that is not read."""
+    """How the weights are packed, None if they are not. Raises OutriderError "checkpoint" for a
+    format that is not supported."""
     quantised = written.get("quantization_config")
     if quantised is None:
         return None
@@ -207,14 +208,14 @@ def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
         raise unsupported(name, f"quantization_config: {how[:40]}")
     try:
         packed = _PACKED[how](name, path, quantised)
-    except (AttributeError, KeyError, TypeError, ValueError):  # fields of other types than theirs
+    except (AttributeError, KeyError, TypeError, ValueError):  # fields of unexpected types
         raise _odd_config(name, "quantization_config", quantised) from None
     if packed.remark:
         note(f"{name}: {packed.remark}")
     return packed
 
 
-# Of a configuration, what an encoder does not compute with, as parts of names.
+# Configuration fields that do not affect the encoder, as parts of their names.
 _NOT_OF_ENCODERS = (
     "decoder", "drop", "bos_token", "eos_token", "suppress", "init", "_name", "version", "dtype",
     "architectures", "num_hidden_layers", "cache", "max_length", "max_target", "mask_", "median",
@@ -224,9 +225,9 @@ _NOT_OF_ENCODERS = (
 
 
 def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether their encoders are the same: all weights in their files, and all that is configured.
+    """Whether both have the same encoder: the same weights in the files, the same configuration.
 
-    A difference that does not matter counts as one: then each runs its own.
+    A difference that would not matter counts too: each model then runs its own encoder.
     """
     fields = [
         {
@@ -243,14 +244,14 @@ def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """By the names of an encoder's weights, the embedding among them, what they are as float32;
-    none where they are not in safetensors, or a tied embedding is there by another name."""
+    """Digests of an encoder's weights as float32, the embedding included, by name. Empty if they
+    are not in safetensors files, or if a tied embedding is stored under another name."""
     found = {}
     for file in checkpoint.files:
         if file.suffix != ".safetensors":
             return {}
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 parts = name.removeprefix("model.").split(".")
                 if parts[0] in ("encoder", "shared"):
                     numbers = tensors.get_tensor(name).float().numpy()
@@ -260,14 +261,14 @@ def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _check_files(name: str, path: Path) -> None:
-    """Whether the folder holds a whole model."""
+    """Raise OutriderError "checkpoint" unless the folder holds a complete, readable model."""
     weights = weight_files(path)
     if any(file for pattern in _ADAPTER for file in path.glob(pattern)):
         raise OutriderError(
             "checkpoint",
-            f"{name} has a PEFT adapter beside its weights, and which of both is meant is not said"
+            f"{name} has a PEFT adapter beside its weights, so which of the two to use is ambiguous"
             if weights
-            else f"{name} is a PEFT adapter, which is no model by itself",
+            else f"{name} is a PEFT adapter, not a complete model",
             "Merge the adapter first (merge_and_unload), or move its adapter_* files away."
             if weights
             else "Merge the adapter first: load it with its base model, merge_and_unload, save.",
@@ -303,7 +304,8 @@ def _check_files(name: str, path: Path) -> None:
 
 
 def read_config(name: str, path: Path) -> dict[str, Any]:
-    """config.json as it is written: what Transformers would ignore, or ask about, is refused."""
+    """Read config.json as written, and refuse fields that Transformers would ignore or ask about.
+    Raises OutriderError "checkpoint", "architecture"."""
     try:
         written = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -315,7 +317,7 @@ def read_config(name: str, path: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise OutriderError(
             "checkpoint",
-            f"{name}/config.json is no JSON object",
+            f"{name}/config.json is not a JSON object",
             "Download the checkpoint again.",
         )
     names = written.get("architectures")
@@ -324,7 +326,7 @@ def read_config(name: str, path: Path) -> dict[str, Any]:
     if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING:
         raise OutriderError(
             "architecture",
-            f"{name} needs code of its own (auto_map in its config.json), which is never run",
+            f"{name} requires its own code (auto_map in its config.json), which is never run",
             "Use a checkpoint of an architecture that Transformers knows.",
         )
     return written
@@ -334,7 +336,7 @@ def _odd_config(name: str, field: str, value: object) -> OutriderError:
     return OutriderError(
         "checkpoint",
         f"{name}/config.json has {field} = {repr(value)[:60]}",
-        "Download the checkpoint again, or mend that line.",
+        "Download the checkpoint again, or correct that field.",
     )
 
 
@@ -355,13 +357,13 @@ def _fetch(name: str) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """All of them but an adapter's: which ones Transformers reads is its decision."""
+    """All weight files except an adapter's; Transformers decides which of them it reads."""
     files = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
     return [file for file in files if not file.name.startswith("adapter_")]
 
 
 def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """SHA-256 of every file that decides what the graph computes; code beside them is never run."""
+    """SHA-256 of every file that decides what the graph computes: no code, which is never run."""
     if checkpoint.gguf:
         files = checkpoint.files
     else:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint's model: with all its weights and no others, as it is traced."""
+"""Load a checkpoint's model for tracing, with all its weights and no others."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from .encoder import Caches, example_source, reading
 from .formats.packed import Lazy
 from .functions.carrying import UnsupportedArchitecture, ours
 
-# Positions beyond the original context change these embeddings for all slots of a call at once.
+# One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
-_OLD = ".attn.masked_bias"  # a constant that files of GPT-2 once had
+_OLD = ".attn.masked_bias"  # a constant in old files of GPT-2
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
-    """Refuse position embeddings that change with the length of the longest sequence."""
+    """Refuse position embeddings that depend on the length of the longest sequence, if max_len
+    exceeds the original context. Raises OutriderError "architecture"."""
     text = checkpoint.text_config
     parameters = getattr(text, "rope_parameters", None) or {}
     per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
@@ -54,24 +55,24 @@ def check_length(checkpoint: Checkpoint, max_len: int) -> None:
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with all its weights, in evaluation mode, with eager attention. Raises as `read`
-    and `ready` do."""
+    """Load the model with all its weights, in evaluation mode, with eager attention. Raises as
+    `read` and `ready`."""
     return ready(read(checkpoint, dtype), checkpoint)
 
 
 def read(
     checkpoint: Checkpoint, dtype: torch.dtype, given: Callable[[Lazy], Lazy] = lambda lazy: lazy
 ) -> PreTrainedModel:
-    """What Transformers makes of the files. given: what it gets of each tensor that is packed.
+    """Load the model by Transformers. given: maps each packed tensor to the one passed to it.
 
-    Raises OutriderError "checkpoint" for weights that are missing, damaged, or more than the model
-    takes, "architecture" where Transformers has no causal model of this kind.
+    Raises OutriderError "checkpoint" if weights are missing, damaged, or not part of the model,
+    "architecture" if Transformers has no causal model of this kind.
     """
     model: PreTrainedModel
     info: dict[str, Any]
     options = {
         "dtype": dtype, "attn_implementation": "eager", "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # they are named below
+        "ignore_mismatched_sizes": True,  # they are reported below
     }  # fmt: skip
     try:
         if checkpoint.packed:
@@ -91,7 +92,7 @@ def read(
         if isinstance(error, KeyError):
             why = f"Transformers has no {why}"
         if "trust_remote_code" in str(error):
-            why = "it needs code of its own, which is never run"
+            why = "it requires its own code, which is never run"
         raise checkpoint.refused(why) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
         if out_of_memory(error):
@@ -105,11 +106,11 @@ def read(
         name, there, wanted = mismatched[0]
         raise OutriderError(
             "checkpoint",
-            f"{len(mismatched)} weights of {checkpoint.source} have other sizes than its "
-            f"config.json says, {name} first: {[*there]}, not {[*wanted]}",
+            f"the sizes of {len(mismatched)} weights of {checkpoint.source} differ from its "
+            f"config.json, {name} first: {[*there]}, not {[*wanted]}",
             "Check that config.json belongs to these weights.",
         )
-    # Tables of sines, which Transformers makes and Pegasus' files do not have.
+    # Tables of sines, which Transformers computes and Pegasus' files lack.
     made = {name for name in info["missing_keys"] if _made(model, name)}
     if missing := sorted(info["missing_keys"] - made):
         raise OutriderError(
@@ -121,8 +122,8 @@ def read(
         adapter = any("lora" in name for name in unused)
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has {len(unused)} weights that a {type(model).__name__} does not "
-            f"take, {unused[0]} first",
+            f"{checkpoint.source} has {len(unused)} weights that are not part of a "
+            f"{type(model).__name__}, {unused[0]} first",
             "Merge the adapter first (merge_and_unload)."
             if adapter
             else "Check that config.json belongs to these weights.",
@@ -136,21 +137,22 @@ def _made(model: PreTrainedModel, name: str) -> bool:
 
 
 def ready(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
-    """The same one, for inference, and without what no text runs through. Raises OutriderError
-    "architecture" where that cannot be told."""
+    """Prepare the model for inference, in place, and drop modules that text does not pass through.
+    Raises OutriderError "architecture" if it does not run on text alone, or its output matrix is
+    unknown."""
     _freeze_rope(model)
     model.train(False)
     model.requires_grad_(False)
     if checkpoint.text_config is not checkpoint.config and not checkpoint.has_encoder:
         _keep_text(model, checkpoint)
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        raise checkpoint.refused("Transformers does not say which is its output matrix")
+        raise checkpoint.refused("Transformers does not know its output matrix")
     return model
 
 
 def _causal(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Transformers' class for such decoders, and its mapping: of what also sees or hears, the class
-    that the checkpoint names, which has all of its weights."""
+    """Transformers' auto class for the decoder, and its mapping. For a model that also takes images
+    or audio it is the class that the checkpoint names, which has all of its weights."""
     kind = type(checkpoint.config)
     several: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
     if several is not None and (
@@ -161,13 +163,14 @@ def _causal(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 
 class _Absent(torch.nn.Module):
-    """In the place of a tower; some models ask one where it is, whatever they are given."""
+    """Replaces a removed tower: some models ask for its device, whatever their input."""
 
     device = torch.device("cpu")
 
 
 def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Let go of what no text runs through: what sees or hears, and what projects from there."""
+    """Drop the modules that text does not pass through: vision and audio towers, and their
+    projections."""
     ran = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, _: ran.add(module))
@@ -185,19 +188,20 @@ def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         for name, child in [*parent.named_children()]:
             if ran.isdisjoint(child.modules()):
                 setattr(parent, name, _Absent())
-    note(f"{checkpoint.source}: its text decoder alone is exported, without images or sound")
+    note(f"{checkpoint.source}: only its text decoder is exported, without images or audio")
 
 
 def give_back() -> None:
-    """To the system the memory that Python and the C library keep between pieces still in use."""
+    """Return free memory that Python and the C library still hold to the operating system."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim:
         trim(0)
 
 
 def _freeze_rope(model: PreTrainedModel) -> None:
-    """Within the original context (`check_length`) these embeddings are their initial ones."""
+    """Make length-dependent embeddings constant: within the original context, which `check_length`
+    ensures, they keep their initial values."""
     module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -210,19 +214,20 @@ def _freeze_rope(model: PreTrainedModel) -> None:
 
 
 def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
-    """The size of a learned position table, None where positions are rotary."""
+    """The size of a learned position table, None if positions are rotary."""
     rotary = any("rotary" in name.lower() for name, _ in model.named_modules())
     return None if rotary else checkpoint.max_len
 
 
 def width(model: PreTrainedModel) -> int:
-    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
+    """V of the logits. Callers use this instead of the weight: a reference to it would keep all
+    weights mapped."""
     outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return int(outputs.weight.shape[0])
 
 
 def first_token(model: PreTrainedModel) -> int | None:
-    """What the model's texts begin with, if anything does."""
+    """The token that the model's sequences begin with, if any."""
     config, name = model.config.get_text_config(decoder=True), "bos_token_id"
     if model.config.is_encoder_decoder:
         config, name = model.config, "decoder_start_token_id"
@@ -232,11 +237,11 @@ def first_token(model: PreTrainedModel) -> int | None:
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any.
+    """Per layer (H, D) of a row's keys and values: those of the text, and of the source, if any.
 
-    source_rows: how many there are of a source that is no text; None for the others. states: the
-    width of what the encoder makes of it, 0 where there is none. carried: (H, D) of the rows that
-    recurrent layers keep. reach: how many of them before its first token a call reads.
+    source_rows: the fixed number of rows of an audio source; None for other models. states: the
+    width of the encoder's output, 0 without an encoder. carried: (H, D) of the rows that recurrent
+    layers keep. reach: how many of these rows before its first token a call reads.
     """
 
     keys: list[tuple[int, int]]
@@ -250,7 +255,7 @@ class CacheShapes:
 
 
 def carries(model: PreTrainedModel) -> bool:
-    """Whether its layers carry a state, as far as it runs with a cache of ours."""
+    """Whether its layers carry a recurrent state; False if it does not run with our cache."""
     cache = Stored()
     with torch.no_grad(), ours(model), suppress(Exception):
         model(input_ids=torch.tensor([[0, 1]]), past_key_values=cache, use_cache=True)
@@ -258,15 +263,15 @@ def carries(model: PreTrainedModel) -> bool:
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
-    """Run two tokens, in two versions, and note what each layer caches.
+    """Run two sequences of two tokens, and record the shapes that each layer caches.
 
-    Nothing is read from the configuration, so an architecture that caches otherwise than its
-    configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
-    do not go through Transformers' attention and cache interfaces.
+    The configuration is not used, so an architecture that caches other shapes than its
+    configuration suggests is handled correctly. Raises OutriderError "architecture" for models
+    that do not go through Transformers' attention and cache interfaces.
     """
     kind = getattr(checkpoint.config, "attention_type", None)
     if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
-        raise checkpoint.refused("its attention to long sources is sparse")
+        raise checkpoint.refused("its encoder uses sparse attention for long sources")
     text, source = Stored(), Stored()
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[0, 1], [0, 2]]),
@@ -292,7 +297,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
         reason = f"it does not run with an explicit KV cache ({first_line(error)})"
         if isinstance(error, AttributeError) and isinstance(error.obj, Stored):
-            reason = f"it asks its cache for what there is not ({error.name})"
+            reason = f"it uses a cache attribute that is not supported ({error.name})"
         raise checkpoint.refused(reason) from None
     layers = sorted(text.keys)
     if len(traced_layers) < len(layers) + len(source.keys):
@@ -307,11 +312,11 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         raise checkpoint.refused("not all of its layers keep the source's keys")
     if not checkpoint.has_encoder:
         if "position_ids" not in signature(model.forward).parameters:
-            raise checkpoint.refused("nobody can tell it at which positions its tokens stand")
+            raise checkpoint.refused("it takes no position_ids")
         first, second = said.logits[:, 0].float()
         near = (1e-3 if said.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())
         if not torch.allclose(first, second, rtol=0, atol=near):
-            raise checkpoint.refused("its tokens look at those behind them")
+            raise checkpoint.refused("its tokens attend to later ones")
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (
         [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides

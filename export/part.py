@@ -261,9 +261,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         quantising.quantise(model, wanted.max_len, folder)
     elif wanted.for_host and any(are_experts(module) for module in model.modules()):
         option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
-        note(
-            f"all experts compute every token; with {option}=int4 or int8 only the chosen ones do"
-        )
+        note(f"all experts compute every token; with {option}=int4 or int8 only the chosen ones do")
     with stage(role, "run the original"):
         given = model, wanted.capacity, checkpoint.features, wanted.shares
         original, rounded, exact = compare.reference(*given), None, None

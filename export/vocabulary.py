@@ -1,4 +1,4 @@
-"""The pair's common vocabulary: the check that nobody does, and the tokenizer carried along."""
+"""The pair's common vocabulary: check it, and write the tokenizer to the bundle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .audio import tokens
 from .checkpoint import Checkpoint, check_named, generation_config, read_config, unreadable
 from .formats import gguf, gguf_tokenizer
 
-# One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
+# Files that hold the tokens. Without any, Transformers makes up a tokenizer for some models.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 
 
@@ -27,7 +27,7 @@ def _vocabularies(checkpoint: Checkpoint) -> list[Path]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
-    """The checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
+    """Load the checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
     own = checkpoint.gguf
     if own and (checkpoint.path / TOKENIZER_FILE).is_file():
         own = None
@@ -47,7 +47,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
         raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
         own_code = "trust_remote_code" in str(error)
-        why = "it needs code of its own, which is never run" if own_code else first_line(error)
+        why = "it requires its own code, which is never run" if own_code else first_line(error)
         raise refuse(f"the tokenizer of {checkpoint.source} cannot be read: {why}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
         raise refuse(f"{checkpoint.source} has no fast tokenizer")
@@ -55,15 +55,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> Any:
-    """By Transformers. Marian's own class there reads SentencePiece files alone, and needs their
-    library; a tokenizer.json beside them says it all."""
+    """Load it by Transformers. Its class for Marian reads only SentencePiece files, and needs the
+    SentencePiece library, so a tokenizer.json beside them is read directly."""
     if checkpoint.config.model_type == "marian":
         if (checkpoint.path / TOKENIZER_FILE).is_file():
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.path)
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has no fast tokenizer, and SentencePiece files are not read",
-            "Put a tokenizer.json beside them; converted copies of a checkpoint have one.",
+            f"{checkpoint.source} has no fast tokenizer, and SentencePiece files are not supported",
+            "Put a tokenizer.json beside them; converted copies of the checkpoint have one.",
         )
     config = {"config": checkpoint.config} if checkpoint.gguf else {}
     return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, **config)
@@ -72,9 +72,9 @@ def _read_tokenizer(checkpoint: Checkpoint) -> Any:
 def check_same_tokens(
     target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast, width: int
 ) -> str:
-    """Refuse a pair whose ids below `width` name different tokens; otherwise say what differs.
+    """Refuse a pair whose ids below `width` name different tokens; otherwise return a summary.
 
-    Ids that only the target has are not drafted, which costs acceptance and not exactness.
+    Ids that only the target has are never drafted, which costs acceptance but not exactness.
     """
     mine, theirs = (
         {i: t for t, i in tokenizer.get_vocab().items() if i < width}
@@ -100,7 +100,7 @@ def carry(
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    # Not backend.save: an error of the disk arrives there as a bare Exception.
+    # Not backend.save, which raises disk errors as a bare Exception.
     (folder / TOKENIZER_FILE).write_text(backend.to_str(), encoding="utf-8")
     template = _chat_template(checkpoint, tokenizer)
     if template is not None:
@@ -119,16 +119,17 @@ def carry(
 
 
 def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """What `generate` stops at: generation_config.json, else config.json, else the tokenizer.
+    """The tokens that `generate` stops at: those of generation_config.json, else of config.json,
+    else of the tokenizer.
 
-    Raises OutriderError "checkpoint" for what is no token of the model.
+    Raises OutriderError "checkpoint" if one is not a token of the model.
     """
     configs = checkpoint.config, checkpoint.text_config
     sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     if (generation := generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
     named = next((ids for ids in sources if ids is not None), None)
-    if named is None:  # the tokenizer's may be one that it added, and no token of the model
+    if named is None:  # the tokenizer may have added one that is not a token of the model
         own, width = tokenizer.eos_token_id, checkpoint.vocab_size
         return [own] if isinstance(own, int) and own < width else []
     found = named if isinstance(named, list) else [named]
@@ -137,21 +138,21 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _check_tokens(checkpoint: Checkpoint, field: str, ids: list[Any]) -> None:
-    """Refuse what is no token of the model."""
+    """Raise OutriderError "checkpoint" for ids that are not tokens of the model."""
     width = checkpoint.vocab_size
     if odd := [i for i in ids if type(i) is not int or not 0 <= i < width]:
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has {field} {repr(odd[0])[:40]}, and {width} tokens",
-            f"Mend {field} in generation_config.json or config.json.",
+            f"{checkpoint.source} has {field} {repr(odd[0])[:40]}, but only {width} tokens",
+            f"Correct {field} in generation_config.json or config.json.",
         )
 
 
 def start_ids(checkpoint: Checkpoint) -> list[int] | None:
-    """What the text of an encoder-decoder begins with: the token that `generate` gives the decoder
-    first, and what it forces behind it, where the checkpoint has any. None for the others.
+    """The first tokens of an encoder-decoder's output: the one that `generate` gives the decoder
+    first, and the one that it forces next, if the checkpoint has one. None for other models.
 
-    Raises OutriderError "checkpoint" where none is named, or what is named is no token.
+    Raises OutriderError "checkpoint" if none is named, or one is not a token of the model.
     """
     if not checkpoint.has_encoder:
         return None
@@ -175,16 +176,17 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
 
 
 def audio(checkpoint: Checkpoint) -> AudioFacts | None:
-    """What transcribing needs; None for models that do not. Raises OutriderError "checkpoint"."""
+    """The facts needed to transcribe; None for models that do not. Raises OutriderError
+    "checkpoint"."""
     if not checkpoint.features:
         return None
     return tokens.facts(checkpoint, _generation(checkpoint))
 
 
 def _generation(checkpoint: Checkpoint) -> GenerationConfig:
-    """As Transformers has it, which takes an old checkpoint's from its config.json: from the file,
-    for its configurations have thrown away what only generating reads. Raises OutriderError
-    "checkpoint"."""
+    """The generation config as Transformers has it: that of an old checkpoint comes from
+    config.json. It is made from the file, as configuration objects have dropped the fields that
+    only generation reads. Raises OutriderError "checkpoint"."""
     if (own := generation_config(checkpoint)) is not None:
         return own
     said: Any = checkpoint.config
@@ -196,12 +198,12 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source}/config.json cannot be read: {first_line(error)}",
-            "Mend it, or download the checkpoint again.",
+            "Correct it, or download the checkpoint again.",
         ) from None
 
 
 def rules(checkpoint: Checkpoint) -> TextRules | None:
-    """What the generation config asks of each text, and a bundle carries. Raises OutriderError
+    """The rules of the generation config that a bundle keeps. Raises OutriderError
     "checkpoint"."""
     own = _generation(checkpoint)
     asked = {field.name: getattr(own, field.name) for field in fields(TextRules)}
@@ -217,12 +219,12 @@ def rules(checkpoint: Checkpoint) -> TextRules | None:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source}: {first_line(error)}",
-            "Mend its generation_config.json or config.json, or download the checkpoint again.",
+            "Correct its generation_config.json or config.json, or download the checkpoint again.",
         ) from None
     return found if asked else None
 
 
-# What a generation config has only if it wants it.
+# Fields that are absent from a generation config unless they are in use.
 _OFF = (
     "sequence_bias", "exponential_decay_length_penalty", "max_new_tokens", "max_time",
     "stop_strings", "top_h", "force_words_ids", "constraints", "penalty_alpha", "dola_layers",
@@ -231,19 +233,19 @@ _OFF = (
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the generation config would change in `generate`, and a bundle does not carry."""
+    """Fields of the generation config that affect `generate` but are not kept in a bundle."""
     generation = _generation(checkpoint)
-    neutral: dict[str, tuple[Any, ...]] = {  # and None, always
+    neutral: dict[str, tuple[Any, ...]] = {  # besides None
         "do_sample": (False,),
         "temperature": (1.0,),
-        "top_k": (0, 50),  # 50 is Transformers' own default, and no choice of the model
+        "top_k": (0, 50),  # 50 is Transformers' default, not a choice of the model
         "top_p": (1.0,),
         "min_p": (0.0,),
         "repetition_penalty": (1.0,),
         "num_beams": (1,),
         "length_penalty": (1.0,),
         "early_stopping": (False,),
-        "renormalize_logits": (False,),  # of the scores of beams
+        "renormalize_logits": (False,),  # affects the scores of beams
         "encoder_repetition_penalty": (1.0,),
         "guidance_scale": (1.0,),
         "typical_p": (1.0,),
@@ -253,8 +255,8 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     neutral |= dict.fromkeys(_OFF, ())
     if checkpoint.has_encoder and not checkpoint.features:
-        neutral["max_length"] = (20,)  # as 50 above
-    if not checkpoint.has_encoder:  # there it begins the text
+        neutral["max_length"] = (20,)  # Transformers' default too
+    if not checkpoint.has_encoder:  # of an encoder-decoder, `start_ids` has it
         neutral["forced_bos_token_id"] = ()
     if not checkpoint.features:
         neutral |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],))
@@ -262,7 +264,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     return {n: value for n, value in asked.items() if value is not None and value not in neutral[n]}
 
 
-# What a template may expect of a message: a text, or a list of parts.
+# The message contents that a template may expect: a text, or a list of parts.
 _CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
@@ -270,7 +272,7 @@ _CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Render the shortest conversation. Raises OutriderError "checkpoint" where none can be."""
+    """Render the shortest conversation. Raises OutriderError "checkpoint" if that fails."""
     template = _chat_template(checkpoint, tokenizer)
     if template is None:
         return
@@ -280,16 +282,16 @@ def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFa
                 conversation, chat_template=template, tokenize=False, add_generation_prompt=True
             )
             return
-        except Exception as error:  # noqa: BLE001 - the template's own code, which may raise anything
+        except Exception as error:  # noqa: BLE001 - the template's code may raise any class
             failure = first_line(error)
     raise OutriderError(
         "checkpoint",
         f"the chat template of {checkpoint.source} cannot render a message: {failure}",
-        "Mend or remove it (chat_template.jinja or .json, or in tokenizer_config.json).",
+        "Correct or remove it (chat_template.jinja or .json, or in tokenizer_config.json).",
     )
 
 
-# Where models of several media may have theirs; Transformers hands it to their processor alone.
+# Multimodal models may have their template here; Transformers gives it only to their processor.
 _PROCESSORS = ("processor_config.json", "chat_template.json")
 
 

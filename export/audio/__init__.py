@@ -1,1 +1,1 @@
-"""Checkpoints that transcribe: what their encoder reads, and which tokens are of which meaning."""
+"""Checkpoints that transcribe: the features that their encoder reads, and their special tokens."""

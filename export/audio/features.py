@@ -1,4 +1,4 @@
-"""What an encoder of sound reads, as the checkpoint's feature extractor says it."""
+"""The features that an audio encoder reads, from the checkpoint's feature extractor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from runtime.files.records import build
 
 
 class OtherFeatures(Exception):
-    """No log-mel spectra of a fixed length; the text is the reason."""
+    """The features are not log-mel spectra of a fixed length; the message is the reason."""
 
 
 def read(name: str, path: Path) -> FeatureFacts:
-    """Of preprocessor_config.json, missing fields as Transformers has them. Raises OutriderError
-    "checkpoint", OtherFeatures."""
+    """Read preprocessor_config.json, with Transformers' defaults for missing fields. Raises
+    OutriderError "checkpoint", OtherFeatures."""
     try:
         extractor: Any = AutoFeatureExtractor.from_pretrained(  # type: ignore[no-untyped-call]
             path, trust_remote_code=False
         )
-    except Exception as error:  # noqa: BLE001 - Transformers raises what its JSON and classes do
+    except Exception as error:  # noqa: BLE001 - its JSON and classes may raise any class
         raise OutriderError(
             "checkpoint",
             f"the preprocessor_config.json of {name} cannot be read: {first_line(error)}",
@@ -33,7 +33,7 @@ def read(name: str, path: Path) -> FeatureFacts:
     given = {field.name: getattr(extractor, field.name, None) for field in fields(FeatureFacts)}
     if missing := [field for field, value in given.items() if value is None]:
         raise OtherFeatures(
-            f"its encoder reads something else than log-mel spectra of a fixed length: its "
+            f"its encoder does not read log-mel spectra of a fixed length: its "
             f"{type(extractor).__name__} has no {missing[0]}"
         )
     try:
@@ -42,6 +42,6 @@ def read(name: str, path: Path) -> FeatureFacts:
         raise OutriderError(
             "checkpoint",
             f"{name}: {first_line(error)}",
-            "Download the checkpoint again, or mend that line.",
+            "Download the checkpoint again, or correct that field.",
         ) from None
     return found

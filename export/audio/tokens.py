@@ -1,4 +1,4 @@
-"""Which tokens steer a model that transcribes, as its generation config says it."""
+"""The tokens that control transcription, from the checkpoint's generation config."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from runtime.files.records import TokenId, build
 from ..checkpoint import Checkpoint, check_named
 
 _FILE = "generation_config"
-_REMEDY = "Mend its generation_config.json, or download the checkpoint again."
+_REMEDY = "Correct its generation_config.json, or download the checkpoint again."
 
 
 class _NoSound:
-    """A model without a sound to detect the language of: any will do."""
+    """A stand-in for a model whose language is to be detected, without audio: it returns any."""
 
     device = "cpu"
 
@@ -34,15 +34,16 @@ class _NoSound:
 
 
 def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], bool]:
-    """The decoder's first tokens as Transformers' own `generate` makes them of the checkpoint's
-    defaults for one source, without timestamps; and whether the second is a language to detect.
+    """The decoder's first tokens as Transformers' `generate` derives them from the checkpoint's
+    defaults for one source, without timestamps; and whether the second one is a language that has
+    to be detected.
 
     Raises OutriderError "checkpoint".
     """
     kind: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING[type(checkpoint.config)]
     retrieve = getattr(kind, "_retrieve_init_tokens", None)
     if retrieve is None:
-        raise _odd(checkpoint, f"Transformers' {kind.__name__} has no tokens of its own to begin")
+        raise _odd(checkpoint, f"Transformers' {kind.__name__} does not define the first tokens")
     own: Any = copy.deepcopy(config)
     own.return_timestamps = False
     try:
@@ -56,7 +57,7 @@ def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], 
 
 
 def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
-    """Raises OutriderError "checkpoint" for fields that are not what they should be."""
+    """The facts that transcription needs. Raises OutriderError "checkpoint" for invalid fields."""
     ids, detected = begin(checkpoint, config)
     names = [field.name for field in fields(AudioFacts)]
     said = {name: getattr(config, name, None) for name in names}

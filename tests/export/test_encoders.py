@@ -113,12 +113,12 @@ def test_backends_that_run_no_encoder(
     [
         (
             {"suppress_tokens": [VOCAB_SIZE]},
-            "generation_config names the token 257, and there are 257",
+            "generation_config names token 257, but the model has 257",
         ),
         ({"lang_to_id": {"<|en|>": "x"}}, "generation_config.lang_to_id.<|en|> is 'x', not"),
         ({"max_length": "x"}, "generation_config.max_length is 'x', not a whole number"),
         ({"suppress_tokens": "ab"}, "generation_config.suppress_tokens is 'ab', not a list"),
-        ({"forced_decoder_ids": [[1, -7]]}, "generation_config names the token -7, and there are"),
+        ({"forced_decoder_ids": [[1, -7]]}, "generation_config names token -7, but the model has"),
         (
             {"max_initial_timestamp_index": -1},
             "generation_config.max_initial_timestamp_index is -1, not from 0 to 65536",

@@ -60,13 +60,13 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("bloom", OUTSIDE),
         ("gptj", OUTSIDE),
         ("mamba", "it keeps its state in a cache of its own"),
-        ("bigbird-pegasus", "its attention to long sources is sparse"),
-        ("longt5", "its attention to long sources is sparse"),
+        ("bigbird-pegasus", "its encoder uses sparse attention for long sources"),
+        ("longt5", "its encoder uses sparse attention for long sources"),
         ("jamba", "it carries a state that the graph cannot express"),
         ("xlnet", "Use a checkpoint of another architecture"),
-        ("bert", "its tokens look at those behind them"),
-        ("bart-alone", "nobody can tell it at which positions its tokens stand"),
-        ("speech-to-text", "its encoder reads something else than log-mel spectra"),
+        ("bert", "its tokens attend to later ones"),
+        ("bart-alone", "it takes no position_ids"),
+        ("speech-to-text", "its encoder does not read log-mel spectra"),
     ],
 )
 def test_architectures_that_the_graph_cannot_express(
@@ -122,7 +122,7 @@ def test_small_weights_do_not_hide_that_tokens_look_ahead(
 
     edit_weights(tmp_path / "small", shrink)
     said = refused(tmp_path / "small", kind="architecture")
-    assert "its tokens look at those behind them" in said
+    assert "its tokens attend to later ones" in said
 
 
 def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
@@ -217,14 +217,14 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (_tensors(lambda w: w.pop(K_PROJ)), "lacks 1 of its weights"),
     "a tensor of another shape": (
         _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:-1].contiguous()})),
-        f"its config.json says, {K_PROJ} first: [31, 64], not [32, 64]",
+        f"differ from its config.json, {K_PROJ} first: [31, 64], not [32, 64]",
     ),
     "truncated weights": (_truncate, "cannot be read"),
     "no weights": (_without("model.safetensors"), "has no weights"),
     "no config": (_without("config.json"), "has no config.json"),
     "config is no JSON": (_instead("config.json", b"{'model_type': "), "config.json"),
     "config without end": (_instead("config.json", b"[" * 100_000), "config.json cannot be read"),
-    "config is a list": (_instead("config.json", b"[1]"), "config.json is no JSON object"),
+    "config is a list": (_instead("config.json", b"[1]"), "config.json is not a JSON object"),
     "an unknown model": (_config(model_type="steam-engine"), "steam-engine"),
     "no tokenizer": (_without("tokenizer*"), "tokenizer"),
     "broken tokenizer": (_instead("tokenizer.json", b"{"), "tokenizer"),
@@ -239,7 +239,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     # Would be ignored
     "an extra layer": (
         _more("model.layers.2.mlp.up_proj.weight", 96, 64),
-        "1 weights that a Qwen2ForCausalLM does not take, model.layers.2.mlp.up_proj.weight first",
+        "1 weights that are not part of a Qwen2ForCausalLM, "
+        "model.layers.2.mlp.up_proj.weight first",
     ),
     "biases": (_more(f"{UP_PROJ}.bias", 96), "up_proj.bias"),
     "an adapter's tensors": (_more(f"{UP_PROJ}.lora_A.weight", 8, 64), "Merge the adapter first"),
@@ -249,7 +250,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _all(
             _without("model.safetensors"), PEFT, _instead("adapter_model.safetensors", b""),
         ),
-        "is a PEFT adapter, which is no model by itself. Merge the adapter first",
+        "is a PEFT adapter, not a complete model. Merge the adapter first",
     ),
     "an unknown quantisation": (
         _config(quantization_config={"quant_method": "odd", "bits": 3}),
@@ -263,7 +264,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     # Nonsense
     "an end beyond the vocabulary": (
         _json("generation_config.json", eos_token_id=[0, VOCAB_SIZE]),
-        f"eos_token_id {VOCAB_SIZE}, and {VOCAB_SIZE} tokens",
+        f"eos_token_id {VOCAB_SIZE}, but only {VOCAB_SIZE} tokens",
     ),
     "a negative end": (_json("generation_config.json", eos_token_id=-1), "eos_token_id -1"),
     "architectures, a number": (_config(architectures=-1), "architectures = -1"),
@@ -402,7 +403,7 @@ def test_a_checkpoints_code_is_never_run(
 ) -> None:
     """The control: Transformers would run it, where it is left to ask."""
     _config(model_type=model_type, auto_map={of: "odd.Odd"})(copy)
-    assert "needs code of its own" in refused(copy, kind="architecture")
+    assert "requires its own code" in refused(copy, kind="architecture")
     assert not ran.exists()
     if of == "AutoConfig":
         AutoConfig.from_pretrained(copy)
@@ -423,6 +424,6 @@ def test_code_that_is_not_needed_is_said_not_to_be_run(
 ) -> None:
     _config(auto_map={"AutoConfig": "odd.Odd"})(copy)
     assert find(str(copy)).context == CONTEXT
-    said = "brings code of its own, which is not run: Transformers' Qwen2"
+    said = "comes with its own code, which is not run: Transformers' Qwen2"
     assert said in capsys.readouterr().err
     assert not ran.exists()

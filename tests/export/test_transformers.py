@@ -106,7 +106,8 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
 OTHERWISE = {"kosmos-2.5": "difference", "shieldgemma2": "checkpoint"}
 # Of configurations that are made of the fields' usual names, and fit nothing.
 ODD = (
-    "Transformers itself cannot run", "have other sizes", "has eos_token_id", "split_with_sizes",
+    "Transformers itself cannot run", "differ from its config.json", "has eos_token_id",
+    "split_with_sizes",
 )  # fmt: skip
 
 
