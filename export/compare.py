@@ -1,4 +1,4 @@
-"""Does the graph compute what the original model computes? Prefill, steps, and a roll-back."""
+"""Compare the graph with the original model: prefill, steps, and a roll-back."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from .encoder import STATES, arguments, states_of
 from .loading import first_token, width
 from .weights.experts import are_experts
 
-# Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
-# Rows of 8 bits are about as coarse as bfloat16.
+# Allowed difference of a logit, relative to 1 + the largest logit: some hundred rounding errors.
+# 8-bit cache rows are about as coarse as bfloat16.
 TOLERANCE: dict[Dtype | Cache, float] = {
     "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1,
 }  # fmt: skip
-# How many times the original's own rounding error the graph's may be. In float32, where layers
-# enlarge what another order of summing changes, 15 has been seen.
+# The graph's allowed error, as a multiple of the original's own rounding error. In float32, where
+# layers amplify the effect of another order of summation, 15 has been observed.
 _SLACK: dict[Dtype, float] = {"float32": 30, "float16": 2, "bfloat16": 2}
-# Of how many positions of a mixture one may go as far as it likes, where roundings are allowed for:
-# of two experts that score alike they choose either. A fault of a kind of call is in all of it, so
-# less than half of a call's may.
+# In a mixture of experts with rounded activations, one position in this many may differ without a
+# bound: if two experts score alike, rounding decides which one is chosen. An error in one kind of
+# call affects all of its positions, so less than half of a call's positions may differ like this.
 _APART = 20
-_LONGEST = 256  # tokens compared; more only where a sliding window is to be seen to slide
+_LONGEST = 256  # most tokens to compare, even if a sliding window or distant biases need more
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V].
+    """Two sequences and the original model's logits: ids [2, T], logits float32 [2, T, V].
 
-    remark: what the texts are too short to show. sources: of each text, where there is an encoder:
-    ids [1, E], features [1, F, T], or the states [1, E, D] that the model makes of them. mixture:
-    whether the model chooses among experts.
+    remark: what the sequences are too short to test. sources: for each sequence, if there is an
+    encoder: ids [1, E], features [1, F, T], or the states [1, E, D] that the encoder computes from
+    them. mixture: whether the model is a mixture of experts.
     """
 
     ids: npt.NDArray[np.int64]
@@ -65,9 +65,10 @@ class Reference:
 class Comparison:
     """How far the graph's logits are from the original's.
 
-    max_difference: None where nothing ran; of all positions but those that are `apart`. mean: over
-    the positions, of each one's largest difference, and its bound; None where no roundings are
-    allowed for, which one may have more of.
+    max_difference: over all positions except the `apart` ones; None if the graph was not run.
+    apart: number of positions of a mixture of experts that exceed the bound, which only `mean`
+    limits. mean: the mean over positions of the largest difference at each, and its bound; None if
+    no allowance is made for rounding, which can vary between positions.
     """
 
     max_difference: float | None
@@ -86,10 +87,10 @@ class Comparison:
     def told(self) -> str:
         largest = f"{self.max_difference:.1e} (bound {self.bound:.1e})"
         if self.apart:
-            largest += f" but at {self.apart} of a mixture's positions"
+            largest += f" except at {self.apart} positions of a mixture"
         if self.mean is None:
             return largest
-        return f"{largest}, on the mean by {self.mean[0]:.1e} ({self.mean[1]:.1e})"
+        return f"{largest}, mean {self.mean[0]:.1e} (bound {self.mean[1]:.1e})"
 
 
 def reference(
@@ -98,23 +99,23 @@ def reference(
     features: FeatureFacts | None = None,
     shares: bool = False,
 ) -> Reference:
-    """The eager model, whole texts at once, no cache: nothing shared with the graph's road.
+    """Run the eager model on whole sequences, without a cache: it shares nothing with the graph.
 
-    features: what its encoder reads, where that is no text. shares: whether the graph reads what
-    an encoder has made.
+    features: the features that its encoder reads, if it does not read text. shares: whether the
+    graph reads the output of an encoder.
     """
     config, vocab_size = model.config.get_text_config(decoder=True), width(model)
     window = getattr(config, "sliding_window", None) or 0
     length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
-    # Distances beyond the farthest that have biases of their own.
+    # Include distances beyond the farthest that has its own bias.
     length = max(length, min(_LONGEST, getattr(config, "relative_attention_max_distance", 0) + 8))
     length = min(length, capacity - 8)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocab_size, (2, length))
     pad = getattr(config, "pad_token_id", None)
-    if pad is not None:  # M2M100 counts positions without it
+    if pad is not None:  # M2M100 does not count it in positions
         ids[ids == pad] = (pad + 1) % vocab_size
-    # Without it, some trained models are thrown far off by any rounding.
+    # Without the first token, any rounding changes the output of some trained models a lot.
     first = first_token(model)
     if first is not None:
         ids[:, 0] = first
@@ -136,13 +137,13 @@ def reference(
 def logits(
     model: PreTrainedModel, ids: torch.Tensor, sources: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """[B, T, V] of whole texts [B, T], in the model's dtype. sources: of each text, where there is
-    an encoder, as `Reference` has them. Raises OutriderError "checkpoint" where the model does not
-    run, or says NaN or infinity."""
+    """Logits [B, T, V] of whole sequences [B, T], in the model's dtype. sources: for each sequence,
+    if there is an encoder, as in `Reference`. Raises OutriderError "checkpoint" if the model does
+    not run, or returns NaN or infinity."""
     said: torch.Tensor
     try:
         with torch.no_grad():
-            if len(sources):  # one by one: nothing is padded
+            if len(sources):  # one by one, without padding
                 pairs = zip(sources, ids, strict=True)
                 inputs = [arguments(model, text[None], source) for source, text in pairs]
             else:
@@ -154,11 +155,11 @@ def logits(
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
-    if not torch.isfinite(said).all():  # a bound made of them would hold for anything
+    if not torch.isfinite(said).all():  # a bound computed from them would accept anything
         dtype = str(said.dtype).removeprefix("torch.")
         raise OutriderError(
             "checkpoint",
-            f"this {type(model).__name__} says NaN or infinity in {dtype}",
+            f"this {type(model).__name__} returns NaN or infinity in {dtype}",
             "Check the weights."
             if dtype == "float32"
             else "Build with another DTYPE; float16 overflows beyond 65504.",
@@ -170,25 +171,26 @@ def compare(
     folder: Path,
     original: Reference,
     dtype: Dtype,
-    exact: Callable[[], Reference] | None = None,  # the original in twice as many bits
+    exact: Callable[[], Reference] | None = None,  # the original in twice the precision
     *,
     file: str = GRAPH_FILE,  # or HOST_FILE
-    rounded: Reference | None = None,  # the original with activations rounded as the graph does
-    cache: Cache | None = None,  # the type of the graph's rows, if not `dtype`
+    rounded: Reference | None = None,  # the original with activations rounded as in the graph
+    cache: Cache | None = None,  # the type of the graph's cache rows, if not `dtype`
 ) -> Comparison:
-    """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
-    different lengths, rejected drafts overwritten in place, every logit compared.
+    """Run the graph (in ONNX Runtime, or in torch) as the runtime does: two slots of different
+    lengths, rejected drafts overwritten in place, every logit compared.
 
-    Where activations are rounded, it may be twice as far off as `rounded` is, at most and on the
-    mean: a fault moves all positions, rounding one or two of them far (of a mixture anywhere, by
-    another expert, so that there a few are held by the mean alone). Beyond a bound it is `exact`
-    that decides, for some layers make roundings large: the graph may be as far from that as the
-    original's own roundings are, times `_SLACK`, and the bound more, at most and on the mean.
-    Raises OutriderError "backend" where ONNX Runtime refuses the graph.
+    If activations are rounded, the graph may be twice as far off as `rounded` is, at the worst
+    position and on the mean: a wrong graph is off at all positions, whereas rounding moves one or
+    two of them far (in a mixture any distance, by choosing another expert, so that a few positions
+    are limited only by the mean). If a bound is exceeded, `exact` decides, because some layers
+    amplify rounding errors: the graph may then be as far from it as the original is, times
+    `_SLACK`, plus the bound, at the worst position and on the mean. Raises OutriderError "backend"
+    if ONNX Runtime cannot run the graph.
     """
     tolerance = TOLERANCE[cache or dtype]
     levels = np.zeros(original.ids.shape, np.float32)
-    if rounded is not None:  # sums that end a bit apart are rounded a level apart
+    if rounded is not None:  # sums that differ in the last bit may be rounded to different levels
         levels = 2 * np.abs(rounded.logits - original.logits).max(-1)
     of_torch = (folder / PROGRAM_FILE).exists()
     if dtype == "bfloat16" and not of_torch:
@@ -231,7 +233,8 @@ def compare(
 
 
 def _crashes(folder: Path) -> bool:
-    """ONNX Runtime's float16 can end the process that loads a graph: let a child find out."""
+    """Whether ONNX Runtime crashes on loading the graph, as it can in float16. Tested in a child
+    process."""
     load = (
         "import sys, onnxruntime as ort; o = ort.SessionOptions(); o.log_severity_level = 4; "
         "o.add_session_config_entry('session.disable_prepacking', '1'); "
@@ -240,7 +243,7 @@ def _crashes(folder: Path) -> bool:
     )
     left_out = ORT_LEFT_OUT.get("float16", [])
     command = [sys.executable, "-c", load, str(folder / GRAPH_FILE), *left_out]
-    # By a signal; what it raises, the comparison says.
+    # Ended by a signal. If it raises an exception instead, the comparison reports that.
     return subprocess.run(command, capture_output=True, check=False).returncode < 0
 
 
@@ -250,8 +253,8 @@ _Call = Callable[[npt.NDArray[np.int64], list[int]], npt.NDArray[np.float32]]
 def _differences(
     graph: _Call, original: Reference
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Of each position the largest difference of a logit, [2, T]: infinity for NaN, and less than 0
-    where nothing was computed; and the last call that has."""
+    """The largest difference of a logit at each position, [2, T]: infinity for NaN, negative where
+    nothing was computed; and the number of the last call that computed the position."""
     length = original.ids.shape[1]
     rng = np.random.default_rng(1)
     found, calls = np.full(original.ids.shape, -1, np.float32), np.zeros(original.ids.shape, int)
@@ -266,7 +269,7 @@ def _differences(
             found[b, p : p + accepted] = np.maximum(found[b, p : p + accepted], largest)
             calls[b, p : p + accepted] = calls.max() + (b == 0)
 
-    # Few calls: each makes all weights wide.
+    # Few calls, as each dequantises all weights.
     prompt = length // 2
     run([0, 0], prompt, rejected=5)
     position = [prompt, prompt - 3]  # rolled back, one of them into the prompt
@@ -282,9 +285,9 @@ def run(
     file: Path,
     dtype: Dtype,
     ids: npt.NDArray[np.int64],
-    sources: Sequence[npt.NDArray[Any]] = (),  # as `Reference` has them
+    sources: Sequence[npt.NDArray[Any]] = (),  # as in `Reference`
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Logits [T, V] of whole texts [B, T] by an exported graph, one text after the other."""
+    """Yield the logits [T, V] of each of the sequences [B, T], computed by an exported graph."""
     graph = _Graph(file, ids.shape[1], dtype, slots=1)
     for i, text in enumerate(ids):
         if len(sources):
@@ -293,7 +296,7 @@ def run(
 
 
 class _Graph:
-    """The exported graph with its caches handed around; plain and slow, for checking only."""
+    """Runs the exported graph and copies its caches in each call: slow, only for checking."""
 
     def __init__(self, file: Path, rows: int, dtype: Dtype, slots: int = 2):
         import onnxruntime as ort
@@ -301,13 +304,13 @@ class _Graph:
         self._file, self._dtype = file, dtype
         self._source: dict[str, npt.NDArray[Any]] = {}
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # what it raises says it all
-        # Without its rearranged and dequantised copies of the weights, which would be the peak of
-        # the whole export, and without memory that it keeps.
+        options.log_severity_level = 4  # its exceptions carry the message
+        # Do not keep rearranged and dequantised copies of the weights, which would set the peak
+        # memory of the whole export, nor unused memory.
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_cpu_mem_arena = False
         left_out = [*ORT_LEFT_OUT.get(dtype, []), "ConstantFolding"]
-        # A product with quantised weights that it fuses rounds the activations too.
+        # If it fused a product with quantised weights, it would also round the activations.
         options.add_session_config_entry("session.enable_quant_qdq", "0")
         if file.name != GRAPH_FILE:
             add_operators(options)
@@ -335,14 +338,14 @@ class _Graph:
         }
 
     def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
-        """Have the encoder's graph beside it read a source for each slot; there is room for more
-        than the longest, as in slots."""
+        """Run the encoder's graph, which is beside it, on a source for each slot. The rows exceed
+        the longest source, as in the runtime's slots."""
         encoder = _Graph(self._file.with_name(ENCODER_FILE), 0, self._dtype)._session
         names = [value.name for value in encoder.get_outputs() if value.name != STATES]
         (given,) = encoder.get_inputs()
         rows = [encoder.run(names, {given.name: source}) for source in sources]
         lengths = [parts[0].shape[2] for parts in rows]
-        # A source that is no text fills its rows, and nothing looks at how many they are.
+        # An audio source fills its rows exactly, and nothing masks them.
         room = max(lengths) + (0 if isinstance(given.shape[1], int) else 8)
         for name, parts in zip(names, zip(*rows, strict=True), strict=True):
             padded = [
@@ -378,7 +381,7 @@ def _refused(dtype: Dtype, error: Exception) -> OutriderError:
 
 
 class _Program:
-    """The same of a torch.export program, which writes into its caches."""
+    """The counterpart of `_Graph` for a torch.export program, which writes to its caches."""
 
     def __init__(self, folder: Path, rows: int):
         program = read_program(folder)
@@ -392,13 +395,13 @@ class _Program:
         ]
 
     def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
-        """As there."""
+        """As `_Graph.read`."""
         program = read_program(self._folder, encoder=True)
         encoder, ((given,), _) = program.module(), program.example_inputs
         with torch.no_grad():
             rows = [encoder(torch.from_numpy(source).to(given.dtype)) for source in sources]
         lengths = [keys[0].shape[2] for keys, *_ in rows]
-        room = max(lengths) + (8 if program.range_constraints else 0)  # E is open, or fixed
+        room = max(lengths) + (8 if program.range_constraints else 0)  # E is dynamic, or fixed
 
         def padded(side: int, layer: int) -> torch.Tensor:
             parts = [found[side][layer] for found in rows]

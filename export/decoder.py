@@ -1,20 +1,20 @@
-"""The traced decoder: any causal model of Transformers, its KV cache made explicit.
+"""The traced decoder: any causal model of Transformers, with an explicit KV cache.
 
 Transformers routes attention, masks, caches and experts through interfaces. This module registers
 one implementation of each, so that every architecture that uses them becomes the graph of
-docs/graph.md without a line of its own:
+docs/graph.md without code of its own:
 
-- the cache writes N new rows at `position` and hands back the whole slot;
+- the cache writes N new rows at `position` and returns the whole slot;
 - the mask is the architecture's own mask function, evaluated at the absolute positions of the
-  queries, so sliding windows and chunks come out right;
+  queries, so sliding windows and chunks are handled correctly;
 - attention is the standard operator over all S rows of the slot;
-- what a layer carries from token to token (linear attention, state spaces, short convolutions) is
-  in rows too, and what it computes is one of the functions of functions/recurrence.py;
+- the state that a layer carries from token to token (linear attention, state spaces, short
+  convolutions) is kept in rows too, and updated by the functions of functions/recurrence.py;
 - the experts of a layer are one batched product.
 
-The decoder is a torch module like any other, and runs as it is. Only in two spots does an ONNX
-export (export/graph.py) record something else than torch does: attention and the cache's write,
-for which ONNX has operators that torch's would not become.
+The decoder is an ordinary torch module, and can be run as it is. An ONNX export (export/graph.py)
+records something else than torch executes in only two places, attention and the write to the cache:
+ONNX has operators for these that torch's code would not be converted to.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from .functions.carrying import Carrying, Given, UnsupportedArchitecture, ours
 from .weights.experts import experts
 
 NAME = "outrider"
-# Tensors that attention layers pass along but that carry nothing the mask does not already hold.
+# Tensors that attention layers pass along, which add nothing to the mask.
 _HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
-# The attention layers that came through the interface since the list was last cleared.
-traced_layers: list[str] = []  # names: a layer would keep its weights alive
+# The attention layers that used the interface since the list was last cleared.
+traced_layers: list[str] = []  # names only: a reference to a layer would keep its weights alive
 
-# What becomes of the keys and values of the next attention, where a cache waits for them. Layers of
-# multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) hand their cache latents,
-# and make keys and values of all that it gives back: in each call of all rows of the slot.
+# A pending write of the next attention's keys and values to the cache. Layers of multi-head latent
+# attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) pass latents to their cache, and compute
+# keys and values from everything that it returns: in each call, from all rows of the slot.
 _waiting: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = []
 
 
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [B, H, N, D]
-    key: torch.Tensor,  # [B, Hkv, S, D], or of the new rows alone
+    key: torch.Tensor,  # [B, Hkv, S, D], or only the new rows
     value: torch.Tensor,  # [B, Hkv, S, Dv]
-    attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]; None of an encoder: all rows are seen
+    attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]; None in an encoder: no mask
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [H], attention sinks
@@ -83,7 +83,7 @@ def _attention(
         raise UnsupportedArchitecture("its attention has a soft cap or sinks, and no mask")
     uneven = key.shape[-1] != value.shape[-1] and position_bias is None
     if exported and attention_mask is not None and (bent or uneven):
-        # The operator has no sinks; TensorRT-RTX's parser refuses softcap, and uneven widths.
+        # The operator has no sinks; TensorRT-RTX's parser refuses softcap and unequal widths.
         rows = query, key, value, attention_mask
         out = own_attention.symbol(*rows, scaling, softcap, s_aux)
     elif bent:
@@ -100,7 +100,7 @@ def _attention(
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         out = weights[..., : value.shape[2]] @ value
     elif exported:
-        # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
+        # Not torch.onnx.ops.attention, which assumes that values are as wide as keys.
         out = torch.onnx.ops.symbolic(
             "Attention",
             [query, key, value, *([] if attention_mask is None else [attention_mask])],
@@ -114,7 +114,7 @@ def _attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
     out = out.transpose(1, 2)
-    return out.contiguous() if exported else out, None  # AFMoE's layers view it
+    return out.contiguous() if exported else out, None  # AFMoE's layers call `view` on it
 
 
 def _mask(
@@ -129,8 +129,8 @@ def _mask(
 ) -> torch.Tensor:
     """The architecture's mask function at absolute positions: bool [B, 1, N, S].
 
-    `q_offset` is `position` [B]: the slots of a call have different lengths. attention_mask: the
-    rows that there are, of a source; None for what the mask function alone decides.
+    q_offset: `position` [B], as the slots of a call have different lengths. attention_mask: the
+    valid rows of a source; None if the mask function alone decides.
     """
     start = torch.as_tensor(q_offset, device=device).reshape(-1, 1, 1, 1)
     queries = start + torch.arange(q_length, device=device)[:, None]
@@ -146,8 +146,9 @@ ExpertsInterface.register(NAME, experts)
 
 
 class SlotCache(Carrying):
-    """The slots as Transformers' `past_key_values`: rows are scattered in at `position`. Of a layer
-    that hands over rows of another size than the slot's, those that its attention is given."""
+    """The slots as Transformers' `past_key_values`: new rows are scattered to `position`. If a
+    layer passes rows of another size than the slot's (latents), the keys and values that its
+    attention receives are written instead."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class SlotCache(Carrying):
         _waiting.clear()
         self.keys, self.values, self.position = list(keys), list(values), position
         self.states = list(states)
-        self._places: dict[int, int] = {}  # of layers among those that have keys
+        self._places: dict[int, int] = {}  # index of each layer among those with keys
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -213,7 +214,7 @@ class SlotCache(Carrying):
 
 
 def _empty(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A slot, and the position of its first row."""
+    """An empty slot, and position 0."""
     return like.new_zeros(*sizes), torch.zeros(sizes[0], dtype=torch.long)
 
 
@@ -222,8 +223,8 @@ def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class Stored(Carrying):
-    """A cache that keeps what each layer stores, or what its attention is given where numbers of
-    another width are; nothing was there before."""
+    """An empty cache that records what each layer stores, or what its attention receives if that
+    has another width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +253,7 @@ class Stored(Carrying):
         batch, _, heads, width = value.shape
         row = query.shape[3] * width
         self.states[state], self.reach = (heads, row), max(self.reach, 1)
-        # Of a model in half precision too, which is refused once it is known for what it is.
+        # In float32 also for a half-precision model, which is refused later on.
         wide = query.float(), key.float(), value.float(), decay.float()
         beta = None if beta is None else beta.float()
         said, _ = recurrence.recur(*wide, beta, *_empty(wide[2], batch, heads, 1, row))
@@ -275,8 +276,8 @@ class Stored(Carrying):
 
 @contextmanager
 def asked_rows(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[None]:
-    """While these of the N positions alone get logits. Not by `logits_to_keep`, which encoder-
-    decoders do not know, and some models pass on to their attention."""
+    """Within the context, only these of the N positions get logits. Not by `logits_to_keep`, which
+    encoder-decoders lack and which some models pass on to their attention."""
     outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     asked = outputs.register_forward_pre_hook(lambda _, x: x[0][:, logits_index])
     try:
@@ -295,7 +296,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, max_positions: int | None):
         super().__init__()
         self.model = model
-        self.max_positions = max_positions  # of a learned position table, else None
+        self.max_positions = max_positions  # size of a learned position table, or None
 
     def forward(
         self,
@@ -310,7 +311,7 @@ class Decoder(torch.nn.Module):
         device, width = input_ids.device, input_ids.shape[1]
         position_ids = position[:, None] + torch.arange(width, device=device)[None]
         if self.max_positions is not None:
-            # Drafted rows past the table are never read, but the look-up must stay inside it.
+            # Drafted rows beyond the table are never read, but the look-up must stay within it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
         with asked_rows(self.model, logits_index), ours(self.model):
             logits = self.model(
@@ -325,10 +326,10 @@ class Decoder(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Example:
-    """What a module is traced with.
+    """Arguments to trace a module with.
 
-    open_sizes: which sizes of the arguments stay open, as torch.export has it. inputs, outputs:
-    their names in the contract.
+    open_sizes: the dynamic sizes of the arguments, in torch.export's form. inputs, outputs: their
+    names in the contract.
     """
 
     arguments: tuple[Any, ...]
@@ -345,16 +346,16 @@ def example(
     state_shapes: Sequence[tuple[int, int]] = (),  # (H, D)
     state_rows: int = 0,
 ) -> Example:
-    """For tracing a `Decoder` with B slots, N tokens, K outputs and S rows left open.
+    """An example for tracing a `Decoder`, with dynamic B slots, N tokens, K outputs and S rows.
 
-    capacity: S of the example; a backend that wants S fixed fixes it there. state_rows: R.
+    capacity: S of the example; a backend that needs a fixed S fixes it to this. state_rows: R.
     """
     names = ("slots", "tokens", "outputs", "rows")
     slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
     caches = [example_caches(shapes, capacity, dtype) for shapes in (key_shapes, value_shapes)]
     if state_shapes:
         caches.append(example_caches(state_shapes, state_rows, dtype))
-    # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
+    # Sizes of 2 and 3, not 1: torch.export specialises a size of 1 to a constant.
     arguments = (
         torch.zeros(2, 3, dtype=torch.long),
         torch.tensor([0, 1]),
@@ -377,10 +378,10 @@ def example(
 def example_caches(
     shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Of two slots, for each layer [2, Hkv, rows, D]."""
+    """Caches of two slots: for each layer [2, Hkv, rows, D]."""
     return [torch.zeros(2, heads, rows, width, dtype=dtype) for heads, width in shapes]
 
 
 def numbered(name: str, layers: Sequence[object]) -> list[str]:
-    """The contract's names of something that each layer has."""
+    """The contract's names for a tensor that each layer has."""
     return [f"{name}_{i}" for i in range(len(layers))]

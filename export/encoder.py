@@ -1,12 +1,12 @@
-"""Encoder-decoders: the encoder as a graph of its own, and what the decoder's graph has of it.
+"""Encoder-decoders: the encoder as a separate graph, and the decoder that reads its output.
 
-The encoder runs once a request. What it leaves are the keys and values of each decoder layer's
-attention to the source: constants of the slot, which the decoder's graph reads. As the causal
+The encoder runs once per request. Its output is the keys and values of each decoder layer's
+attention to the source: constants of the slot, which the decoder's graph reads. As with the causal
 decoder (`decoder.py`), both are Transformers' own code, traced through its interfaces:
 
-- the keys and values are what the decoder stores in its cache for the source;
+- the keys and values are those that the decoder stores in its cache for the source;
 - relative positions are the architecture's own bias (`compute_bias`), looked up for each slot;
-- a table of positions looks up the tokens of all slots as if they were one text.
+- a position table looks up the tokens of all slots as if they were one sequence.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ STATES = "encoder_states"
 
 
 class Caches(EncoderDecoderCache):
-    """Two caches as Transformers' decoders want them: of the text, and of the source.
+    """Two caches as Transformers' decoders expect them: one for the text, one for the source.
 
-    written: layers whose keys and values of the source are there, and are not computed again.
+    written: number of layers whose keys and values of the source are present, and are not computed
+    again.
     """
 
     is_compileable = False
@@ -44,15 +45,15 @@ class Caches(EncoderDecoderCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         text = self.self_attention_cache
-        # Where the slots' tokens begin, [B, 1]: their numbers within the call are added to it.
+        # The position of each slot's first token, [B, 1], to which offsets in the call are added.
         return text.position[:, None] if isinstance(text, SlotCache) else 0
 
 
 class Encoder(torch.nn.Module):
-    """`forward(source)`: the keys and values of each decoder layer's attention to the source, each
-    [1, H, E, D], and the states that they are made of, [1, E, D'].
+    """`forward(source)` returns the keys and values of each decoder layer's attention to the
+    source, each [1, H, E, D], and the states that they are computed from, [1, E, D'].
 
-    source: token ids [1, E], or features [1, F, T] of which the encoder makes E rows.
+    source: token ids [1, E], or features [1, F, T], which the encoder turns into E rows.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -64,7 +65,7 @@ class Encoder(torch.nn.Module):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         stored = Stored()
         states = self.model(
-            # What the decoder makes of it is not asked for, and so is not in the graph.
+            # The decoder's output is not used, so its computation is not in the graph.
             decoder_input_ids=torch.zeros(1, 1, dtype=torch.long, device=source.device),
             past_key_values=Caches(Stored(), stored),
             use_cache=True,
@@ -78,7 +79,7 @@ class Encoder(torch.nn.Module):
 
 
 class SharedEncoder(Encoder):
-    """The same of the states that another model's encoder has made."""
+    """The same, computed from the states of another model's encoder."""
 
     def forward(  # type: ignore[override]
         self, source: torch.Tensor
@@ -101,14 +102,14 @@ def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Ten
 def arguments(
     model: PreTrainedModel, ids: torch.Tensor, sources: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Texts [B, T] as arguments of the whole model, with their sources if there is an encoder."""
+    """Sequences [B, T] as arguments of the whole model, with their sources if it has an encoder."""
     if sources is None:
         return {"input_ids": ids}
     return {**reading(model, sources), "decoder_input_ids": ids}
 
 
 def example_source(features: FeatureFacts | None) -> torch.Tensor:
-    """features: what the encoder reads, None for token ids, of which there are 3."""
+    """A source to trace an encoder with. features: those that it reads; None for 3 token ids."""
     # 3, not 1: as in `example`.
     if features is None:
         return torch.zeros(1, 3, dtype=torch.long)
@@ -116,10 +117,10 @@ def example_source(features: FeatureFacts | None) -> torch.Tensor:
 
 
 class SourceDecoder(Decoder):
-    """As `Decoder`, of an encoder-decoder: `forward(.., cross_keys, cross_values, source_length)`.
+    """As `Decoder`, for encoder-decoders: `forward(.., cross_keys, cross_values, source_length)`.
 
     cross_keys, cross_values: per layer [B, H, E, D]. source_length: int64 [B], how many of the E
-    rows are the source's.
+    rows belong to the source.
     """
 
     def forward(  # type: ignore[override]
@@ -146,7 +147,7 @@ class SourceDecoder(Decoder):
         slotwise = _for_each_slot(self.model, self.max_positions)
         with slotwise, asked_rows(self.model, logits_index):
             logits = self.model(
-                # Nobody reads them: what they would be multiplied to is there.
+                # Never read: the keys and values that they would be projected to are present.
                 encoder_outputs=BaseModelOutput(cross_keys[0].new_zeros(slots, rows, 1)),
                 attention_mask=torch.arange(rows, device=position.device) < source_length[:, None],
                 decoder_input_ids=input_ids,
@@ -159,8 +160,8 @@ class SourceDecoder(Decoder):
 
 @contextmanager
 def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
-    """While slots have lengths of their own, and some tokens get logits: Transformers' encoder-
-    decoders take one length for all."""
+    """Within the context, positions are computed for each slot separately: Transformers' encoder-
+    decoders assume one length for all."""
     replaced: list[tuple[torch.nn.Module, str]] = []
 
     def replace(module: Any, name: str, by: Callable[..., torch.Tensor]) -> None:
@@ -184,16 +185,16 @@ def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterato
 
 
 def _bias(
-    compute: Callable[..., torch.Tensor],  # [1, H, N, S] for tokens from past_seen_tokens on
+    compute: Callable[..., torch.Tensor],  # returns [1, H, N, S], for tokens from past_seen_tokens
     query_length: int,
     key_length: int,
     device: Any = None,
     past_seen_tokens: torch.Tensor | int = 0,  # [B, 1], or 0
 ) -> torch.Tensor:
-    """[B, H, N, S], or [1, H, N, S] where all begin at 0.
+    """Relative bias [B, H, N, S], or [1, H, N, S] if all slots begin at 0.
 
-    A relative bias depends on how far a key lies behind the query, and on nothing else: so the one
-    of a query in the last row has all there are. Keys ahead of a query are masked.
+    It depends only on the distance from the query back to the key, so the biases of a query in the
+    last row include all distances. Keys after a query are masked.
     """
     if isinstance(past_seen_tokens, int):
         return compute(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
@@ -210,7 +211,7 @@ def _look_up(
     past_key_values_length: Any = 0,
     position_ids: torch.Tensor | None = None,  # [B, N]
 ) -> torch.Tensor:
-    """[B, N, D]"""
+    """Position embeddings [B, N, D]."""
     if position_ids is None or position_ids.dim() < 2:
         return table(input_ids, past_key_values_length, position_ids=position_ids)
     if max_positions is not None:  # as in `Decoder`
@@ -226,8 +227,8 @@ def _number(
     padding_idx: int,
     past_key_values_length: torch.Tensor,  # [B, 1]
 ) -> torch.Tensor:
-    """Rows of a table of positions [B, N], for each token as if it came alone. M2M100 counts those
-    of a call without padding, so that a text would depend on how calls cut it."""
+    """Position numbers [B, N], for each token as if it were alone in its call. M2M100 counts the
+    tokens of a call that are not padding, so the output would depend on the split into calls."""
     number = past_key_values_length + torch.arange(input_ids.shape[1], device=input_ids.device)
     if max_positions is not None:  # as in `Decoder`
         number = number.clamp(max=max_positions - 1)
@@ -240,8 +241,8 @@ def example_encoder(
     features: FeatureFacts | None,
     states: torch.Tensor | None = None,
 ) -> Example:
-    """For tracing an `Encoder`, with E left open where it reads ids; the shapes are those of the
-    source's caches. states: for a `SharedEncoder`, of E = 3 or of all that there are of a sound."""
+    """An example for tracing an `Encoder`, with dynamic E if it reads ids; the shapes are those of
+    the source's caches. states: the input of a `SharedEncoder`, with E = 3 or all audio rows."""
     outputs = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
     open_sizes = {} if features else {1: torch.export.Dim("source")}
     if states is not None:
@@ -251,7 +252,7 @@ def example_encoder(
 
 
 def states_of(model: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:
-    """What its encoder makes of sources, [B, E, D]; see `reading`."""
+    """The encoder's output for these sources, [B, E, D]; see `reading`."""
     encoder: Any = model.get_encoder()
     with torch.no_grad():
         states: torch.Tensor = encoder(**reading(model, source)).last_hidden_state
@@ -259,7 +260,7 @@ def states_of(model: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:
 
 
 def example_decoder(text: Example, key_shapes: Shapes, value_shapes: Shapes) -> Example:
-    """For tracing a `SourceDecoder`; text: as of a `Decoder`."""
+    """An example for tracing a `SourceDecoder`. text: that of a `Decoder`."""
     slots, source = text.open_sizes[1][0], torch.export.Dim("source")
     dtype = text.arguments[-1][0].dtype
     caches = [example_caches(shapes, 5, dtype) for shapes in (key_shapes, value_shapes)]

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings of a traced graph, in one operator each."""
+"""Fuse the norms and rotary embeddings of a traced graph into one operator each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embeddi
 
 from .weights.operators import constant
 
-_fusion: Any = _rotary_embedding  # without types
+_fusion: Any = _rotary_embedding  # untyped
 
 
 def fuse_norms(model: ir.Model) -> None:
-    """In place."""
+    """Fuse RMS norms, in place."""
     _roots(model)
     _scale_all(model)
     _rms_normalization.fuse_rms_normalization(model)
@@ -23,7 +23,7 @@ def fuse_norms(model: ir.Model) -> None:
 
 
 def _roots(model: ir.Model) -> None:
-    """x ** -0.5, as Gemma 3n and 4 say it, as the library's rule knows it."""
+    """Rewrite x ** -0.5, as in Gemma 3n and 4, to the form that the library's rule matches."""
     for node in [node for node in model.graph if node.op_type == "Pow"]:
         x, power = node.inputs
         exponent = ir.convenience.get_const_tensor(power) if power is not None else None
@@ -40,7 +40,7 @@ def _roots(model: ir.Model) -> None:
 
 
 def _scale_all(model: ir.Model) -> None:
-    """A norm without a scale, or with several of them, gets one of ones: the operator has one."""
+    """Give a norm without a scale, or with several, a scale of ones: the operator needs one."""
     for node in [node for node in model.graph if node.op_type == "Mul"]:
         x, normed = node.inputs[0], node.outputs[0]
         width = x.shape[-1] if x is not None and x.shape is not None and len(x.shape) else None
@@ -60,7 +60,7 @@ def _scale_all(model: ir.Model) -> None:
 
 
 def _is_inverse_of_root(value: ir.Value | None) -> bool:
-    """Of a mean of squares, and something that is added to it."""
+    """Whether the value is 1 / sqrt(mean(x ** 2) + epsilon)."""
     for kind in ("Reciprocal", "Sqrt", "Add", "ReduceMean", "Pow"):
         node = value.producer() if value is not None else None
         if node is None or node.op_type != kind:
@@ -70,7 +70,7 @@ def _is_inverse_of_root(value: ir.Value | None) -> bool:
 
 
 def _is_scaled(node: ir.Node, value: ir.Value) -> bool:
-    """Whether the node multiplies the value, perhaps rounded before, by a number a column."""
+    """Whether the node multiplies the value, possibly after a cast, by a number per column."""
     if node.op_type == "Cast":
         rounded = node.outputs[0]
         return any(_is_scaled(use.node, rounded) for use in rounded.uses())
@@ -84,10 +84,10 @@ def _is_scaled(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _match_norms(model: ir.Model) -> None:
-    """Cast what a norm reads to the type of its scale, which is its output's type.
+    """Cast the input of a norm to the type of its scale, which is its output's type.
 
     Gemma, OLMo 2 and GPT-OSS scale in float32 before they round. The operator allows two types,
-    but its definition, which ONNX Runtime runs, multiplies the one by the other.
+    but its function body, which ONNX Runtime runs, multiplies one by the other.
     """
     for node in list(model.graph):
         if node.op_type != "RMSNormalization":
@@ -102,17 +102,17 @@ def _match_norms(model: ir.Model) -> None:
 
 
 def fuse_rotary(model: ir.Model) -> None:
-    """In place."""
+    """Fuse rotary embeddings, in place."""
     RewriteRuleSet([_TurnedFirst.rule()]).apply_to_model(model)
     RewriteRuleSet([_Rotary.rule()]).apply_to_model(model)
     _rotary_embedding.fuse_partial_rotary_embedding(model)
 
 
 class _Rotary(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
-    """x * cos + rotate_half(x) * sin, wherever cos and sin repeat their first half.
+    """Matches x * cos + rotate_half(x) * sin, wherever cos and sin repeat their first half.
 
-    The library's own rule wants the cosine and sine of repeated angles themselves. They may also be
-    scaled (YaRN, LongRoPE), or repeated only then, put together of several positions' (M-RoPE).
+    The library's own rule requires the plain cosine and sine of repeated angles. They may also be
+    scaled (YaRN, LongRoPE), or assembled from several positions and repeated afterwards (M-RoPE).
     """
 
     def pattern(  # type: ignore[no-untyped-def]
@@ -132,8 +132,8 @@ class _Rotary(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
 
 
 class _TurnedFirst(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
-    """Heads that Gemma 3n and 4 rotate where a product left them, [B, N, H, D], as all others do:
-    turned to [B, H, N, D] before."""
+    """Transposes heads to [B, H, N, D] before the rotation, as in other models. Gemma 3n and 4
+    rotate them as the product returns them, [B, N, H, D]."""
 
     def pattern(  # type: ignore[no-untyped-def]
         self, op, x, cos, sin, start1, end1, start2, end2, two1, two2
@@ -162,7 +162,7 @@ class _TurnedFirst(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
 
 
 def _repeats(value: Any) -> bool:
-    """Whether the last axis is something twice."""
+    """Whether the last axis holds the same values twice."""
     if value is None or (node := value.producer()) is None:
         return False
     if node.op_type == "Mul":  # by a number
@@ -174,7 +174,7 @@ def _repeats(value: Any) -> bool:
 
 
 def _half(op: Any, value: Any) -> Any:
-    """What is repeated, for a value that repeats."""
+    """The repeated half of a value for which `_repeats` is true."""
     node = value.producer()
     if node.op_type == "Concat":
         return node.inputs[0]

@@ -1,7 +1,7 @@
-"""From the traced decoder to an ONNX file: opset 24, fused norms and rotary embeddings.
+"""Turn the traced decoder into an ONNX file: opset 24, fused norms and rotary embeddings.
 
-The weights stay in the checkpoint's memory until the moment they are written, transposed ones
-included, so that exporting needs little more memory than the checkpoint itself.
+Weights, transposed ones included, stay in the checkpoint's memory until they are written, so
+exporting needs little more memory than the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FOLD_LIMIT = 4096
 
 
 def trace(module: torch.nn.Module, example: Example) -> ir.Model:
-    """Trace a `Decoder`, or what else has an example."""
+    """Trace a `Decoder`, or another module that has an example."""
     with torch.no_grad(), quiet():
         program = torch.onnx.export(
             module,
@@ -77,8 +77,8 @@ def simplify(model: ir.Model) -> None:
         recurrence.define(model)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
-    # The rewriter's rules remember the last graph they saw, which must not keep the weights: not
-    # those that were replaced, and in `save` none.
+    # The rewriter's rules keep a reference to the last graph. It must not keep weights alive:
+    # replaced ones are released here, all others in `save`.
     kept = {id(value) for value in model.graph.initializers.values()}
     for value in traced:
         if id(value) not in kept:
@@ -86,10 +86,10 @@ def simplify(model: ir.Model) -> None:
 
 
 def _keep_exact(model: ir.Model) -> None:
-    """Give scalars next to 0 and 1 a dimension.
+    """Give scalars that are almost 0 or 1 a dimension.
 
-    The optimizer takes x + 1e-20 for x, and x * 1.000001, where the constant is a scalar. Routers
-    of experts divide by such a sum: 0 / 1e-20 is none of 0 / 0.
+    The optimizer replaces x + 1e-20 and x * 1.000001 by x if the constant is a scalar. Routers of
+    experts divide by such a sum, and 0 / 1e-20 is not 0 / 0.
     """
     for node in model.graph:
         value = node.attributes.get("value") if node.op_type == "Constant" else None
@@ -105,8 +105,8 @@ def _keep_exact(model: ir.Model) -> None:
 def _gather_positions(model: ir.Model) -> None:
     """Replace Transpose, GatherND, Transpose, which is torch's `x[:, index]`, by Gather.
 
-    TensorRT-RTX takes the transposition into the product with the output matrix, and has none then
-    that reads levels: it made a dense copy of the matrix in each call.
+    TensorRT-RTX fuses the transposition into the product with the output matrix, and then has no
+    kernel that reads quantised weights: it made a dense copy of the matrix in each call.
     """
     for node in list(model.graph):
         if node.op_type != "GatherND":
@@ -130,9 +130,9 @@ def _gather_positions(model: ir.Model) -> None:
 def _transpose_weights(model: ir.Model) -> None:
     """Replace Transpose(weight) by a weight that is stored transposed.
 
-    Every torch.nn.Linear is traced as MatMul(x, Transpose(W)). A weight that something else
-    reads too (the embedding of a tied output matrix) keeps its node: storing it twice would
-    cost more than the transposition that a backend does once when it loads the graph.
+    Every torch.nn.Linear is traced as MatMul(x, Transpose(W)). A weight that another node reads
+    too (the embedding of a tied output matrix) keeps its Transpose: storing it twice would cost
+    more than the transposition that a backend does once, when it loads the graph.
     """
     for node in list(model.graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
@@ -162,8 +162,8 @@ def _pack_products(model: ir.Model) -> None:
 
 
 def _own_weights(product: ir.Node) -> list[ir.TensorProtocol]:
-    """Of a MatMul its weight [K, N], of a quantised product its levels and scales, [N, ..]; none
-    where something else reads them too."""
+    """The weight [K, N] of a MatMul, or the levels and scales [N, ..] of a quantised product; empty
+    if another node reads them too."""
     inputs = {"MatMul": (1,), PRODUCT: (1, 2)}.get(product.op_type, ())
     weights = [_own_weight(product, i, dimensions=2) for i in inputs]
     own = [weight for weight in weights if weight is not None]
@@ -173,7 +173,7 @@ def _own_weights(product: ir.Node) -> list[ir.TensorProtocol]:
 def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
     first = products[0]
     outputs = -1 if first.op_type == "MatMul" else 0  # the axis of N
-    alike: dict[int, list[ir.Node]] = {}  # a matrix of 4 bits and one of 8
+    alike: dict[int, list[ir.Node]] = {}  # by bits: one matrix of 4 bits, one of 8
     for node in products:
         alike.setdefault(_bits(node), []).append(node)
     weights = [[_own_weights(node) for node in nodes] for nodes in alike.values()]
@@ -186,7 +186,7 @@ def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
     made = [ir.node(first.op_type, [first.inputs[0], *packed], bits, domain=first.domain)]
     sums = [found for end in ends if (found := _sum_with_bias(end)) is not None]
     if [b.shape.numpy()[0] for _, b in sums] == sizes:
-        # One sum too. Where only some have a bias, it stays after the split.
+        # One sum too. If only some have a bias, the sums stay after the split.
         made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums], 0)]))
         ends = [node.outputs[0] for node, _ in sums]
     widths = ir.tensor(sizes, name=f"{weights[0][0][0].name}.widths")
@@ -205,7 +205,7 @@ def _bits(product: ir.Node) -> int:
 
 
 def _own_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProtocol | None:
-    """The weight that is this input of the node, and of no other."""
+    """The weight at this input, if no other node reads it."""
     value = node.inputs[index]
     if value is None or not value.is_initializer() or len(value.uses()) > 1:
         return None
@@ -214,7 +214,7 @@ def _own_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProto
 
 
 def _sum_with_bias(product: ir.Value) -> tuple[ir.Node, ir.TensorProtocol] | None:
-    """What adds a bias to the product, where nothing else reads that; and the bias."""
+    """The node that adds a bias to the product, and the bias, if nothing else reads either."""
     uses = list(product.uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add":
         return None
@@ -223,12 +223,12 @@ def _sum_with_bias(product: ir.Value) -> tuple[ir.Node, ir.TensorProtocol] | Non
 
 
 def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol], axis: int) -> ir.Value:
-    """The weights side by side, materialised only while they are written."""
+    """The weights concatenated along `axis`, materialised only while they are written."""
 
     def materialise() -> ir.TensorProtocol:
         packed, end = np.empty(shape.numpy(), dtype.numpy()), 0
         along = np.moveaxis(packed, axis, 0)
-        for part in parts:  # one at a time: a transposed part is a copy until it is written here
+        for part in parts:  # one at a time: a transposed part is a temporary copy
             begin, end = end, end + part.shape.numpy()[axis]
             along[begin:end] = np.moveaxis(part.numpy(), axis, 0)
         return ir.tensor(packed, dtype=dtype)
@@ -257,15 +257,15 @@ def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
 
 
 def save(model: ir.Model, folder: Path, *, encoder: bool = False) -> None:
-    """Write the graph and its external data into `folder`; the model lets go of its weights.
+    """Write the graph and its external data to `folder`, and release the model's weights.
 
-    encoder: under an encoder's names.
+    encoder: whether to use the encoder's file names.
     """
     file, weights = GRAPH_FILE, WEIGHTS_FILE
     if encoder:
         file, weights = ENCODER_FILE, ENCODER_WEIGHTS_FILE
     for node in model.graph:
-        node.metadata_props.clear()  # stack traces of this machine
+        node.metadata_props.clear()  # stack traces with paths of this machine
         node.doc_string = None
         for value in node.outputs:
             value.metadata_props.clear()
@@ -279,10 +279,10 @@ def save(model: ir.Model, folder: Path, *, encoder: bool = False) -> None:
 
 
 def write_model(model: ir.Model, file: Path, weights: str) -> None:
-    """The graph and, beside it, its weights: one tensor at a time, so that a transposed copy lives
-    only while it is written. (onnx-ir 1.0 cannot otherwise, and has no option.)
+    """Write the graph and, beside it, its weights: one tensor at a time, so that a transposed copy
+    exists only while it is written. (onnx-ir 1.0 always does so, and has no option.)
 
-    Raises OutriderError "disk" where NumPy cannot write, which keeps the system's reason to itself.
+    Raises OutriderError "disk" if NumPy cannot write: its error does not include the system's.
     """
     more = "max_workers" in signature(ir.save).parameters
     options: dict[str, Any] = {"max_workers": 1, "alignment": 64} if more else {}
@@ -300,7 +300,7 @@ def write_model(model: ir.Model, file: Path, weights: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's own progress and deprecation chatter; errors still raise."""
+    """Silence the exporter's progress output and deprecation warnings; errors are still raised."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._subclasses", "torch.fx")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stdout(StringIO()):

@@ -1,8 +1,8 @@
-"""From a traced module to a torch.export program: the same graph in torch's own operators.
+"""Turn a module into a torch.export program: the same graph in torch's own operators.
 
-Beside an ONNX file this is the second format that a part can have (`--format torch`), for backends
-that compile torch's graphs. It crosses to them as two files: the program, with no weight in it, and
-the weights as they will be used, so that a bundle links to them and holds no second copy.
+This is the second format of a part besides ONNX (`--format torch`), for backends that compile
+torch's graphs. It consists of two files: the program, without weights, and the weights as they will
+be used, so that a bundle links to them and holds no second copy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from runtime.files.torch_files import TENSOR_ALIGNMENT, place_tensors, program_f
 from .decoder import Decoder, Example
 from .graph import quiet
 
-EXAMPLE_ROWS = 16  # S is open, and the file keeps the example
+EXAMPLE_ROWS = 16  # small, as S is dynamic and the file contains the example
 
 
 class _InPlace(torch.nn.Module):
-    """`Decoder` without its caches among the results: here they are written where they are."""
+    """`Decoder` that returns only logits: here the caches are updated in place."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
@@ -35,8 +35,8 @@ class _InPlace(torch.nn.Module):
 
 
 def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedProgram:
-    """As `graph.trace`. Inputs in the contract's order, all keys before all values; of a `Decoder`
-    one output."""
+    """As `graph.trace`. Inputs are in the contract's order, all keys before all values; a `Decoder`
+    has one output."""
     sizes = example.open_sizes
     if isinstance(module, Decoder):
         module, sizes = _InPlace(module), (sizes,)
@@ -49,10 +49,10 @@ def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedPro
 
 
 def _prune(program: torch.export.ExportedProgram) -> None:
-    """Drop what no result needs, and the weights that nothing reads then: half of a model whose
-    encoder is a graph of its own, and of an encoder's graph what its decoder goes on to compute."""
+    """Drop nodes that no result needs, and weights that nothing reads any more: the encoder in a
+    decoder's graph, and the decoder's further computations in an encoder's graph."""
     graph, inputs = program.graph, program.graph_signature.input_specs
-    asserts = torch.ops.aten._assert_tensor_metadata.default  # that types are as they were traced
+    asserts = torch.ops.aten._assert_tensor_metadata.default  # types are those of the trace
     graph.eliminate_dead_code(
         lambda node: node.target is not asserts and node.is_impure(impure_random=False)
     )
@@ -72,10 +72,10 @@ def save(
     encoder: bool = False,
     holes: bool = False,
 ) -> None:
-    """Write `graph.pt2` and `weights.bin` into `folder`; the program lets go of its weights.
+    """Write `graph.pt2` and `weights.bin` to `folder`, and release the program's weights.
 
-    encoder: under an encoder's names. holes: leave the places of parameters empty. They read as
-    zeros and take no room.
+    encoder: whether to use the encoder's file names. holes: leave holes in the file in place of
+    parameters, which read as zeros and take no disk space.
     """
     file, weights = program_files(encoder)
     for module in program.graph_module.modules():
@@ -88,7 +88,7 @@ def save(
         if isinstance(tensor, torch.Tensor)
     }
     _write_tensors(tensors, folder / weights, holes)
-    # The format wants a tensor of each name and shape: one number is enough for that.
+    # The format requires a tensor of each name and shape: a single stored number will do.
     stubs = {n: torch.zeros((), dtype=t.dtype).expand(t.shape) for n, t in tensors.items()}
     tensors.clear()
     place_tensors(program, stubs)
@@ -97,7 +97,7 @@ def save(
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = False) -> None:
-    """See `read_tensors` and `save`. One tensor at a time; tied ones are the same bytes."""
+    """Write tensors for `read_tensors`, one at a time; tied ones share their bytes. See `save`."""
 
     def aligned(size: int) -> int:
         return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
