@@ -1,1 +1,1 @@
-"""What checkpoints store in place of plain floating-point weights, made dense tensor by tensor."""
+"""Quantised checkpoint formats: weights are dequantised tensor by tensor, when they are needed."""

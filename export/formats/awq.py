@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ writes it ("gemm"): words of int32 along N, in an order of their own."""
+"""AWQ as written by AutoAWQ ("gemm"): int32 words along N, with a permuted order of outputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from .packed import Lazy, Levels, Packed, PackedModule, quantised, read_packed, unpack, unsupported
 
-# Where in a word each of eight outputs lies.
+# The place of each of eight outputs in a word.
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
-    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    """config: quantization_config of config.json. Raises OutriderError "checkpoint" for another
+    layout or width."""
     bits = config.get("bits", config.get("w_bit"))
     layout = str(config.get("version", "gemm")).lower()
     if bits != 4:
@@ -43,6 +44,6 @@ def _weight(module: PackedModule) -> Lazy:
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """[..., N / 8] to [..., N]."""
+    """Unpack [..., N / 8] words to [..., N]."""
     mixed = unpack(words, 4)
     return mixed.reshape(-1, 8)[:, _PLACES].reshape(mixed.shape)

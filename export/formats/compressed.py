@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers, plain int8, and float8, each with scales."""
+"""compressed-tensors: packed integers, plain int8 and float8, each with scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .packed import (
 )
 
 _LAYOUTS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"}
-# Of the activations and the cache, which are not quantised here.
+# Parameters for quantising activations and cache, which this export does not use.
 _NOT_WEIGHTS = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
     ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
@@ -29,7 +29,8 @@ _NOT_WEIGHTS = (
 
 
 def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
-    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    """config: quantization_config of config.json. Raises OutriderError "checkpoint" for another
+    layout or width."""
     schemes = config.get("config_groups")
     if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
         raise unsupported(name, f"compressed-tensors with config_groups = {str(schemes)[:40]}")
@@ -58,7 +59,7 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
         min(int(scheme["num_bits"]) for scheme in weights),
         " and ".join(dict.fromkeys(map(_details, weights))),
         lambda: read_packed(name, folder, kinds, but=_NOT_WEIGHTS),
-        "its activations or cache are quantised too, which is not carried over" if others else "",
+        "quantisation of its activations or cache is not carried over" if others else "",
     )
 
 
@@ -74,8 +75,8 @@ def _details(scheme: dict[str, Any]) -> str:
 
 
 def _unpacked(module: PackedModule) -> Lazy:
-    """weight_packed int32 [N, ceil(K * bits / 32)], weight_scale [N, G], weight_shape int64 [2];
-    weight_zero_point int32 [ceil(N * bits / 32), G] and weight_g_idx [K] where there are any. All
+    """Read weight_packed int32 [N, ceil(K * bits / 32)], weight_scale [N, G], weight_shape int64
+    [2], and optionally weight_zero_point int32 [ceil(N * bits / 32), G] and weight_g_idx [K]. All
     integers are stored with 2 ** (bits - 1) added."""
     words, scales, shape = map(module.take, ("weight_packed", "weight_scale", "weight_shape"))
     zeros = module.take_if_there("weight_zero_point")
@@ -95,7 +96,7 @@ def _unpacked(module: PackedModule) -> Lazy:
     group = None
     if order is not None:
         module.expect("weight_g_idx", order, {"I32", "I64"}, width)
-        if not bool((order[...] < 0).any()):  # -1 says that the columns are in order after all
+        if not bool((order[...] < 0).any()):  # -1 means that the columns are in order
             group = module.groups("weight_g_idx", order, count)
     middle = 2 ** (bits - 1)
 
@@ -110,8 +111,8 @@ def _unpacked(module: PackedModule) -> Lazy:
 
 
 def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
-    """weight int8 or float8 [N, K], weight_scale [N, G], [N], [1] or [ceil(N / b), K / c] for
-    blocks of b x c; weight_zero_point int8 like the scale where there is one."""
+    """Read weight int8 or float8 [N, K], weight_scale [N, G], [N], [1], or [ceil(N / b), K / c] for
+    blocks of b x c, and optionally weight_zero_point int8, of the scale's shape."""
     weight, scales = map(module.take, ("weight", "weight_scale"))
     zeros = module.take_if_there("weight_zero_point")
     module.expect("weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
@@ -128,7 +129,7 @@ def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat_interleave(each, 0)[:rows]
 
-    group = None  # of each column, where the last block is a part
+    group = None  # block of each column; the last block may be partial
     if blocks and scales.shape[1] == -(-width // blocks[1]):
         group = torch.arange(width) // blocks[1]
     elif blocks and scales.shape[1] > 1:
@@ -155,7 +156,7 @@ def _columns(tensor: Lazy) -> Lazy:
 def _expect_groups(
     module: PackedModule, scales: Lazy, rows: int, width: int, *, ordered: bool
 ) -> None:
-    """ordered: whether something else says the group of each column."""
+    """Check the shape of the scales. ordered: whether the group of each column is given."""
     count = scales.shape[-1]
     module.expect_scales("weight_scale", scales, rows, count)
     if not count or (width % count and not ordered):

@@ -1,5 +1,5 @@
-"""What llama.cpp's families are to Transformers: its models, fields of their configurations, and
-names of their weights."""
+"""llama.cpp's model families in Transformers' terms: models, configuration fields, and names of
+weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What differs from family to family.
+    """The properties that differ between families.
 
-    rotated: llama.cpp's rotation takes neighbours for pairs, so rows of queries and keys lie in
-    another order than Transformers'. keys: of the metadata, beyond `KEYS`. given: what is so where
-    no key says otherwise. layer: names within a layer, where other than `LAYER`. shifted: norms are
-    stored with the 1 that Transformers' model adds. local: layers with a window have a rotary
-    embedding of their own. partial: it may be of a part of each head, with factors for its
-    frequencies. widest: the number of layers at which scores are scaled by the square root of
-    hidden_size / heads in place of the head's width, which no key says; None where they never are.
+    rotated: llama.cpp rotates pairs of neighbours, so the rows of queries and keys are in another
+    order than in Transformers. keys: metadata keys in addition to `KEYS`. given: configuration
+    fields that apply unless a key sets them. layer: names within a layer that differ from `LAYER`.
+    shifted: norms are stored with the 1 that Transformers' model adds. local: layers with a window
+    have a separate rotary embedding. partial: the rotary embedding may cover a part of each head,
+    with factors for its frequencies. widest: the number of layers of the model whose scores are
+    scaled by the square root of hidden_size / heads instead of the head's width, which no key
+    specifies; None if the family has no such model.
     """
 
     model_type: str
@@ -84,7 +85,7 @@ FAMILIES = {
             "ffn_down_exps": "mlp.experts.down_proj",
         },
     ),
-    # Which layers have a window is by default the same in both.
+    # By default, both give the same layers a window.
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -103,7 +104,7 @@ FAMILIES = {
         local=True,
         widest=62,
     ),
-    # llama.cpp itself ignores this one's window, which the original has.
+    # The original has a sliding window, which llama.cpp itself ignores.
     "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
@@ -126,6 +127,6 @@ FAMILIES = {
             "logit_scale": "logits_scaling",
         },
     ),
-    # Every fourth layer is without rotary embedding, by default in both.
+    # By default, every fourth layer has no rotary embedding in both.
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", rotated=True),
 }

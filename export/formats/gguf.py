@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file: metadata, a table of tensors, and their blocks."""
+"""GGUF, llama.cpp's file format: metadata, a table of tensors, and their blocks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .packed import Lazy, Levels, damaged, unsupported
 
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 7, 8, 12, 13, 14
-# Weights and bytes of a block. The last two Transformers does not unpack, and files for small
-# models are full of them: llama.cpp takes them for rows that are no multiple of 256.
+# Weights and bytes of a block. Transformers does not unpack the last two, which are common in files
+# of small models: llama.cpp uses them for rows that are not a multiple of 256.
 _BLOCK = {**dequant.GGML_BLOCK, _Q5_0: (32, 22), _Q5_1: (32, 24)}
 _NAME = {**dequant.GGML_NAME, _Q5_0: "Q5_0", _Q5_1: "Q5_1", 0: "F32", 1: "F16", 30: "BF16"}
 _BITS = {0: 32, 1: 16, 30: 16}
 TOKENS = "tokenizer.ggml.tokens"
-_AT_ONCE = 1 << 15  # blocks that are split
+_AT_ONCE = 1 << 15  # blocks to split at a time
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: llama.cpp's keys; of a list of strings, unless it is the tokens, only the length.
-    tensors: unread, under llama.cpp's names. bits: of most of the weights. kinds: llama.cpp's types
-    of the matrices, the commonest first."""
+    """metadata: by llama.cpp's keys; for a list of strings other than the tokens, only its length.
+    tensors: unread, by llama.cpp's names. bits: width of most weights. kinds: llama.cpp's types of
+    the matrices, most common first."""
 
     path: Path
     metadata: dict[str, Any]
@@ -43,14 +43,14 @@ class GgufFile:
 
 
 def locate(name: str, path: Path) -> Path | None:
-    """The GGUF file that is meant by a file, or by a folder that has no other weights.
+    """The GGUF file at this path, or in this folder, which has no other weights; None if none.
 
-    Raises OutriderError "checkpoint" where a folder has several.
+    Raises OutriderError "checkpoint" for another kind of file, or a folder with several.
     """
     if path.is_file():
         if path.suffix != ".gguf" and path.open("rb").read(4) != b"GGUF":
             raise OutriderError(
-                "checkpoint", f"{name} is a file, and no GGUF", "Give the checkpoint's folder."
+                "checkpoint", f"{name} is a file but not GGUF", "Give the checkpoint's folder."
             )
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
@@ -58,23 +58,23 @@ def locate(name: str, path: Path) -> Path | None:
         raise OutriderError(
             "checkpoint",
             f"{name} has {len(files)} GGUF files",
-            f"Name the one that is meant, as {name}/{files[0].name}.",
+            f"Name one of them, such as {name}/{files[0].name}.",
         )
     return files[0] if files else None
 
 
 def read(name: str, path: Path) -> GgufFile:
-    """The header. Raises OutriderError "checkpoint" for what is none, is one of several parts, is
-    shorter than it says, or has a type that is not read."""
+    """Read the header. Raises OutriderError "checkpoint" if the file is not GGUF, is one of several
+    parts, is truncated, or has tensors of an unsupported type."""
     try:
         content: npt.NDArray[np.uint8] = np.memmap(path, mode="c", dtype=np.uint8)
-        # Not `GgufHeader`, which refuses the two types above.
+        # Not `GgufHeader`, which refuses Q5_0 and Q5_1.
         metadata, count, position = reader._read_metadata(content, name, (TOKENS,))
         table, position = reader._read_tensor_table(content, count, position)
         alignment = int(metadata.get("general.alignment", 32))
         begin = -(-position // alignment) * alignment
         parts = int(metadata.get("split.count", 1))
-    except Exception as error:  # noqa: BLE001 - of damaged bytes: struct's, Unicode's, NumPy's
+    except Exception as error:  # noqa: BLE001 - for damaged bytes: struct's, Unicode's, NumPy's
         raise damaged(name, f"it cannot be read as GGUF: {first_line(error)}") from None
     if parts > 1:
         raise OutriderError(
@@ -86,7 +86,7 @@ def read(name: str, path: Path) -> GgufFile:
     kinds: Counter[int] = Counter()
     for key, shape, kind, offset in table:
         if kind not in _PLAIN and kind not in _BLOCK:
-            raise unsupported(name, f"{key} has ggml's type {kind}")
+            raise unsupported(name, f"{key} has ggml type {kind}")
         size = _bytes(kind, shape)
         if size is None or begin + offset + size > len(content):
             raise damaged(name, f"it ends before {key} does")
@@ -106,7 +106,7 @@ def _bits(kind: int) -> int:
 
 
 def _bytes(kind: int, shape: tuple[int, ...]) -> int | None:
-    """Of a tensor; None where a row is not made of whole blocks."""
+    """Size of a tensor; None if its rows are not made of whole blocks."""
     if kind in _PLAIN:
         return prod(shape) * _PLAIN[kind].itemsize
     weights, size = _BLOCK[kind]
@@ -117,7 +117,7 @@ def _reader(
     data: npt.NDArray[np.uint8], kind: int, shape: tuple[int, ...]
 ) -> Callable[[], torch.Tensor | Levels | _Blocks]:
     def make() -> torch.Tensor | Levels | _Blocks:
-        raw = torch.from_numpy(data)  # mapped
+        raw = torch.from_numpy(data)  # memory-mapped
         if kind in _PLAIN:
             return raw.view(_PLAIN[kind]).view(shape)
         blocks = _Blocks(raw.view(*shape[:-1], -1), kind)
@@ -128,7 +128,7 @@ def _reader(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """As the file has them; `blocks[rows]` makes rows dense. data: uint8 [.., bytes of a row]."""
+    """Blocks as stored; `blocks[rows]` dequantises rows. data: uint8 [.., bytes of a row]."""
 
     data: torch.Tensor
     kind: int
@@ -140,7 +140,8 @@ class _Blocks:
 
 
 def _levels(blocks: _Blocks) -> Levels:
-    """The same in a byte a number: of these kinds rows are made dense three times as fast then."""
+    """The same with a byte per number, from which rows of these kinds are dequantised three times
+    as fast."""
     *rows, _ = blocks.data.shape
     pieces = torch.split(blocks.data.view(-1, _BLOCK[blocks.kind][1]), _AT_ONCE)
     parts = zip(*(_SPLIT[blocks.kind](piece, blocks.kind) for piece in pieces), strict=True)
@@ -148,8 +149,8 @@ def _levels(blocks: _Blocks) -> Levels:
 
 
 def _split_32(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
-    """Blocks of 32: scale, perhaps a minimum, perhaps the fifth bits, then the others. Levels int8
-    [B, 32], scales float32 [B, 1], and minima."""
+    """Split blocks of 32: a scale, possibly a minimum, possibly the fifth bits, then the other
+    bits. Returns levels int8 [B, 32], scales float32 [B, 1], and minima if there are any."""
     scale = _half(blocks, 0)
     if kind == _Q8_0:
         return blocks[:, 2:].view(torch.int8), scale
@@ -162,7 +163,8 @@ def _split_32(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
 
 
 def _split_256(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
-    """Q4_K and Q5_K: eight times 32. Levels int8 [B, 256], scales and minima float32 [B, 8]."""
+    """Split Q4_K and Q5_K, eight groups of 32: levels int8 [B, 256], scales and minima float32
+    [B, 8]."""
     scale, least = dequant._k_scales(blocks[:, 4:16])
     level = _fields(blocks[:, -128:], 4, 32)
     if kind == _Q5_K:
@@ -171,7 +173,7 @@ def _split_256(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
 
 
 def _split_q6(blocks: torch.Tensor, _: int) -> Sequence[torch.Tensor]:
-    """Q6_K: sixteen times 16. Levels int8 [B, 256], scales float32 [B, 16]."""
+    """Split Q6_K, sixteen groups of 16: levels int8 [B, 256], scales float32 [B, 16]."""
     level = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
     scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return level.view(torch.int8) - 32, scale
@@ -182,7 +184,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _fields(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
-    """uint8 [B, bytes]: of each `width` bytes the lowest bits of all, then the next ones."""
+    """Unpack uint8 [B, bytes]: for each `width` bytes, the lowest bits of all, then the next."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     apart = torch.unflatten(data, 1, (-1, 1, width)) >> shifts
     return apart.bitwise_and_(2**bits - 1).flatten(1)

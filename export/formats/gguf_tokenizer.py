@@ -1,4 +1,4 @@
-"""A GGUF file's own tokenizer: it cuts texts as llama.cpp does."""
+"""The tokenizer of a GGUF file, which splits texts as llama.cpp does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runtime.files.errors import OutriderError
 
 from .gguf import GgufFile
 
-# Byte-level vocabularies whose texts are cut as GPT-2's.
+# Byte-level vocabularies whose texts are split as by GPT-2.
 _GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "a.x-4.0", "trillion"}
-# Those that are cut by one step after the other: by digits first, or by DeepSeek's expressions.
+# Those that are split in several steps: at digits first, or by DeepSeek's expressions.
 _DIGITS = [
     pre_tokenizers.Digits(individual_digits=True),
     pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -32,8 +32,8 @@ _STEPS = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
-# Those whose texts begin with a token where no key says otherwise, and which have words that no
-# merges lead to.
+# Those whose texts begin with a BOS token unless a key says otherwise, and which contain words that
+# no merges produce.
 _AS_LLAMA3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",
@@ -43,8 +43,8 @@ _MATCHED_WHOLE = (3, 4)  # llama.cpp's kinds of tokens: control, and user define
 
 
 def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
-    """The file's own, with its chat template. Raises OutriderError "checkpoint" where the way of
-    cutting texts into tokens is not known."""
+    """Build the file's tokenizer, with its chat template. Raises OutriderError "checkpoint" if its
+    pre-tokenizer is unknown."""
     architecture, parts, options = vocabularies.get_gguf_tokenizer(str(file.path))
     cut = parts.get("pre_tokenizer_type")
     known = _GPT2_SPLIT | _STEPS.keys() | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
@@ -52,8 +52,8 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
     if by_bytes and cut not in known:
         raise OutriderError(
             "checkpoint",
-            f"{name} cuts texts in a way that is not known: tokenizer.ggml.pre = {cut!r}",
-            "Put the file into a folder with its original's tokenizer.json, and give the folder.",
+            f"{name} has an unknown pre-tokenizer: tokenizer.ggml.pre = {cut!r}",
+            "Put the file into a folder with the original's tokenizer.json, and give that folder.",
         )
     if by_bytes:
         backend = _byte_level(architecture, parts)
@@ -72,13 +72,14 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
-    """Transformers', with the special and added tokens that no bytes spell, as DeepSeek's with wide
-    bars, which it cuts as if they were words that are marked by mistake; and without those of GPT-2
-    that it adds to every vocabulary, behind the model's last."""
+    """Transformers' tokenizer with two corrections. Special and added tokens outside the byte-level
+    alphabet, such as DeepSeek's with wide bars, stay whole: Transformers takes them for words that
+    are marked by mistake. And GPT-2's tokens are removed, which it adds to every vocabulary after
+    the model's last token."""
     tokens, kinds = parts["tokens"], parts.get("token_type") or ()
     bytes_ = set(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
     matched = {t for t, kind in zip(tokens, kinds, strict=False) if kind in _MATCHED_WHOLE}
-    matched |= {tokens[parts[role]] for role in _ROLES if role in parts}  # of whatever kind
+    matched |= {tokens[parts[role]] for role in _ROLES if role in parts}  # of any kind
     names = {f"<|token-{i}|>": t for i, t in enumerate(tokens) if t in matched and {*t} - bytes_}
     stand_ins = {token: name for name, token in names.items()}
     parts = {**parts, "tokens": [stand_ins.get(token, token) for token in tokens]}
@@ -94,8 +95,8 @@ def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(architecture: str, backend: Tokenizer, prefix: bool) -> Tokenizer:
-    """As llama.cpp cuts: with a space before each stretch of text between special tokens, or none
-    at all. Those of a Phi-3 but for three take the spaces behind them in."""
+    """Split as llama.cpp does: with a space before each stretch of text between special tokens, or
+    none. All but three of Phi-3's special tokens absorb the spaces after them."""
     space = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = None

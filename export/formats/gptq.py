@@ -1,4 +1,4 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: words of int32 along K, zero points less one."""
+"""GPTQ as written by AutoGPTQ and GPTQModel: int32 words along K, zero points minus one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from .packed import Lazy, Levels, Packed, PackedModule, quantised, read_packed, unpack, unsupported
 
-# Of the file layout; the first one stores a zero point z as z - 1.
+# By file layout: the first one stores a zero point z as z - 1.
 _LESS = {"gptq": 1, "gptq_v2": 0}
 
 
 def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
-    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    """config: quantization_config of config.json. Raises OutriderError "checkpoint" for another
+    layout or width."""
     bits, layout = config.get("bits"), config.get("checkpoint_format", "gptq")
     if bits not in (4, 8):
         raise unsupported(name, f"GPTQ with bits = {bits!r}")
@@ -33,13 +34,13 @@ def _weight(less: int, module: PackedModule) -> Lazy:
     """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], g_idx int32
     [K]: the group of each column of W. The layers of a model may have 4 and 8 bits."""
     words, zeros, scales, order = map(module.take, ("qweight", "qzeros", "scales", "g_idx"))
-    # Whatever they are, damaged ones too.
+    # Damaged tensors may have any number of dimensions.
     (height, rows), (count, _), (width, _) = (
         (*tensor.shape, 0, 0)[:2] for tensor in (words, scales, order)
     )
     bits = 32 * height // max(width, 1)
     if bits not in (4, 8):
-        raise module.damaged(f"qweight has {bits} bits a weight")
+        raise module.damaged(f"qweight has {bits} bits per weight")
     module.expect("qweight", words, {"I32"}, width * bits // 32, rows)
     module.expect("qzeros", zeros, {"I32"}, count, rows * bits // 32)
     module.expect_scales("scales", scales, count, rows)

@@ -1,7 +1,7 @@
-"""What llama.cpp's keys and names mean to Transformers: configuration and weights.
+"""Translate llama.cpp's keys and names to Transformers' configuration and weights.
 
-What a file says and `families` does not know is refused by name: a factor that is silently left out
-is another model.
+Metadata that `families` does not cover is refused by name: silently ignoring a factor would give
+another model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings
 _NOTHING = (0, "", "none")
 _EXPECTED = {"attention.causal": (True,), "rope.scaling.finetuned": (True,)}
 _FACTORS = "rope_freqs.weight"
-# What ends a turn or a text. A file names one of them, where generation_config.json has them all.
+# Tokens that end a turn or a text. A file names one of them, generation_config.json all of them.
 _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>",
@@ -32,13 +32,13 @@ _LONG = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_facto
 
 
 def packed(name: str, file: GgufFile) -> tuple[PretrainedConfig, Packed]:
-    """Raises OutriderError "architecture" for a family that is not in the table, "checkpoint" for
-    a file that says what cannot be carried over."""
+    """The configuration and weights of a GGUF file. Raises OutriderError "architecture" for a
+    family that is not in the table, "checkpoint" for metadata that cannot be carried over."""
     architecture = str(file.metadata["general.architecture"])
     if architecture not in FAMILIES:
         raise OutriderError(
             "architecture",
-            f"{name} is a GGUF file of {architecture!r}; read are {', '.join(FAMILIES)}",
+            f"{name} is a GGUF file of {architecture!r}; supported are {', '.join(FAMILIES)}",
             "Use the checkpoint that it was made from, in the Hugging Face layout.",
         )
     family = FAMILIES[architecture]
@@ -53,7 +53,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
         for key, value in file.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    keys = {**KEYS, **family.keys}  # what is understood is taken out
+    keys = {**KEYS, **family.keys}  # known keys are removed from `said`; the rest is checked below
     read = {field: said.pop(key) for key, field in keys.items() if key in said}
     read = {f: value for f, value in read.items() if value != 0 or f not in family.given}
     fields = {**family.given, **read}
@@ -69,7 +69,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
     rope = _rope(name, file, family, fields, said)
     whole = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (fields["head_dim"],))
     expected = {**_EXPECTED, **whole}
-    said.pop("vocab_size", None)  # the embedding says it
+    said.pop("vocab_size", None)  # taken from the embedding
     for key, value in said.items():
         if value not in expected.get(key, _NOTHING):
             raise _not_carried(name, f"{architecture}.{key} = {str(value)[:40]}")
@@ -80,7 +80,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
         config = AutoConfig.for_model(
             family.model_type,
             **fields,
-            vocab_size=embedding.shape[0],  # of which the vocabulary may fill less
+            vocab_size=embedding.shape[0],  # the vocabulary may be smaller
             rope_parameters=rope,
             tie_word_embeddings="output.weight" not in named,
             attention_bias="blk.0.attn_q.bias" in named,
@@ -91,7 +91,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             pad_token_id=None,
         )
     except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
-        raise damaged(name, f"its metadata is no configuration: {first_line(error)}") from None
+        raise damaged(name, f"its metadata is not valid: {first_line(error)}") from None
     if _FACTORS in named:
         if rope.keys() != {"rope_type", "rope_theta"}:
             raise _not_carried(name, f"{_FACTORS} beside another kind of rotary embedding")
@@ -114,13 +114,13 @@ def _ends(file: GgufFile) -> list[Any]:
 
 def _check_sizes(name: str, *sizes: object) -> None:
     if not all(type(size) in (int, float) and size > 0 for size in sizes):  # type: ignore[operator]
-        raise _not_carried(name, "sizes that differ from layer to layer, or are none")
+        raise _not_carried(name, "sizes that differ from layer to layer, or are not positive")
 
 
 def _rope(
     name: str, file: GgufFile, family: Family, fields: dict[str, Any], said: dict[str, Any]
 ) -> dict[str, Any]:
-    """Transformers' rope_parameters, of what it takes out of `said`."""
+    """Transformers' rope_parameters, from keys that are removed from `said`."""
 
     def number(key: str, default: float) -> Any:
         value = said.pop(f"rope.{key}", default)
@@ -150,7 +150,7 @@ def _rope(
 
 
 def _long_factors(name: str, file: GgufFile, count: int) -> dict[str, list[float]]:
-    """LongRoPE's, of which a build has the short ones (`loading.check_length`)."""
+    """LongRoPE's factors; a build uses the short ones (`loading.check_length`)."""
     found = {field: _find(name, file, key)[...] for field, key in _LONG.items()}
     for field, factors in found.items():
         _check_factors(name, _LONG[field], factors, count)
@@ -159,11 +159,11 @@ def _long_factors(name: str, file: GgufFile, count: int) -> dict[str, list[float
 
 def _check_factors(name: str, key: str, factors: torch.Tensor, count: int) -> None:
     if factors.shape != (count,) or not bool((factors.isfinite() & (factors > 0)).all()):
-        raise damaged(name, f"{key} is no factor for each of {count} frequencies")
+        raise damaged(name, f"{key} lacks a positive factor for each of {count} frequencies")
 
 
 def _take_factors(name: str, config: PretrainedConfig, factors: torch.Tensor) -> None:
-    """llama.cpp writes Llama 3's rotary embedding as what divides each frequency."""
+    """Recover Llama 3's rotary embedding, which llama.cpp stores as a divisor of each frequency."""
     plain = config.rope_parameters
     theta, width = plain["rope_theta"], config.head_dim
     _check_factors(name, _FACTORS, factors, width // 2)
@@ -184,7 +184,7 @@ def _take_factors(name: str, config: PretrainedConfig, factors: torch.Tensor) ->
 def _not_carried(name: str, what: str) -> OutriderError:
     return OutriderError(
         "checkpoint",
-        f"{name} says what would be lost: {what}",
+        f"{name} has metadata that would be lost: {what}",
         "Use the checkpoint that it was made from, in the Hugging Face layout.",
     )
 
@@ -192,11 +192,11 @@ def _not_carried(name: str, what: str) -> OutriderError:
 def _tensors(
     name: str, file: GgufFile, family: Family, config: PretrainedConfig
 ) -> dict[str, Lazy]:
-    """All of the file's, under Transformers' names and as it has them."""
+    """All tensors of the file, under Transformers' names and in its form."""
     found, layer = {}, {**LAYER, **family.layer}
     for key, tensor in file.tensors.items():
         if key == _FACTORS or (family.partial and key in _LONG.values()):
-            continue  # the configuration has them
+            continue  # part of the configuration
         as_there = _turned(key, tensor, config) if family.rotated else tensor
         if family.shifted and key.endswith("norm.weight"):
             as_there = _less_one(tensor)
@@ -207,12 +207,12 @@ def _tensors(
 
 
 def _renamed(key: str, layer: dict[str, str]) -> str:
-    """Transformers' name; of what has none the old one, which the model then does not take."""
+    """Transformers' name, or the old one if there is none: the model then refuses the tensor."""
     if parts := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", key):
         number, part, last = parts.groups()
         if part not in layer:
             return key
-        # What Transformers stacks is a parameter by itself.
+        # Stacked experts are a parameter in Transformers, without ".weight".
         stacked = part.endswith("_exps") and last == "weight"
         return f"model.layers.{number}.{layer[part]}" + ("" if stacked else f".{last}")
     part, _, last = key.rpartition(".")
@@ -220,12 +220,12 @@ def _renamed(key: str, layer: dict[str, str]) -> str:
 
 
 def _less_one(norm: Lazy) -> Lazy:
-    """The model adds the 1 again, in float32 as llama.cpp's converter does."""
+    """Subtract the 1 that the model adds, in float32 as in llama.cpp's converter."""
     return Lazy(lambda: norm[...].float() - 1, norm.shape)
 
 
 def _joined(experts: PackedModule) -> Lazy:
-    """[E, F, H] twice, as [E, 2 F, H]."""
+    """Join two tensors [E, F, H] to [E, 2 F, H]."""
     gate, up = map(experts.take, ("gate_proj", "up_proj"))
     count, rows, width = (*gate.shape, 0, 0, 0)[:3]
     for part, tensor in (("gate_proj", gate), ("up_proj", up)):
@@ -234,7 +234,7 @@ def _joined(experts: PackedModule) -> Lazy:
 
 
 def _turned(key: str, tensor: Lazy, config: PretrainedConfig) -> Lazy:
-    """Rows 2 i and 2 i + 1 of a head become i and i + width / 2."""
+    """Move rows 2 i and 2 i + 1 of each head to i and i + width / 2."""
     part = key.split(".")[-2]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
     if heads is None:

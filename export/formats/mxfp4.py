@@ -1,7 +1,7 @@
-"""MXFP4 as GPT-OSS stores its experts: numbers of 4 bits (e2m1), and a power of two for each 32.
+"""MXFP4 as used for GPT-OSS's experts: 4-bit numbers (e2m1), and a power of two for each 32.
 
-OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3. bfloat16 holds what float32
-does of it.
+OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3. bfloat16 holds its values as
+exactly as float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .packed import Lazy, Packed, PackedModule, damaged, expect_floats, read_fol
 
 _BLOCK = 32
 _NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # and their negatives, in this order
-_BIAS = 127  # of the exponents; 255 is NaN
+_BIAS = 127  # of the exponents, in which 255 means NaN
 _ROWS = 1 << 16  # blocks at a time
 
 
@@ -36,8 +36,8 @@ def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
 
 
 def _experts(module: PackedModule) -> Lazy:
-    """blocks uint8 [E, N, K / 32, 16], the first number in the lower half of a byte; scales uint8
-    [E, N, K / 32]. As the model has it: bfloat16 [E, K, N]."""
+    """From blocks uint8 [E, N, K / 32, 16], with the first number in the lower half of a byte, and
+    scales uint8 [E, N, K / 32], to bfloat16 [E, K, N], as in the model."""
     blocks, scales = map(module.take, ("_blocks", "_scales"))
     experts, rows, count = (*blocks.shape, 0, 0, 0)[:3]
     module.expect("_blocks", blocks, {"U8"}, experts, rows, count, _BLOCK // 2)
@@ -47,7 +47,7 @@ def _experts(module: PackedModule) -> Lazy:
     def make() -> torch.Tensor:
         exponents = scales[...].flatten()
         if bool((exponents == 255).any()):
-            raise module.damaged("_scales says NaN")
+            raise module.damaged("_scales contains NaN")
         dense = torch.empty(len(exponents), _BLOCK, dtype=torch.bfloat16)
         all_of = blocks[...].view(-1, _BLOCK // 2), exponents, dense
         parts = zip(*(torch.split(tensor, _ROWS) for tensor in all_of), strict=True)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint packs: what is said of them, and each made dense when it is wanted."""
+"""Weights in a packed format: a description of them, and tensors that are dequantised on access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from runtime.files.errors import OutriderError, first_line
 
-# Transformers reads with several threads, and unpacking takes several times a tensor's memory.
+# Transformers loads with several threads, and unpacking takes several times a tensor's memory.
 _ONE = threading.RLock()
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -22,11 +22,11 @@ _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor of the checkpoint that is read, or made dense, each time it is asked for: by
-    `lazy[...]`, as Transformers asks a safetensors file.
+    """A tensor of the checkpoint that is read, or dequantised, on each access by `lazy[...]`, as
+    Transformers accesses a safetensors file.
 
-    make: what gives rows for a slice or their numbers, all of them for `...`: a tensor, or `Levels`
-    and the like. dtype: in safetensors' letters.
+    make: returns an object that is indexed by a slice or row numbers, or by `...` for all rows: a
+    tensor, `Levels` or similar. dtype: in safetensors' notation.
     """
 
     make: Callable[[], Any]
@@ -34,7 +34,7 @@ class Lazy:
     dtype: str = "F32"
 
     def stored(self) -> Any:
-        """What gives its rows, in about as many bytes as the file has them in."""
+        """The object that returns its rows, in about as many bytes as in the file."""
         with _ONE:
             return self.make()
 
@@ -45,10 +45,10 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Levels:
-    """A matrix level * scale, or level * scale + least; `levels[rows]` makes rows of it dense.
+    """A matrix level * scale, or level * scale + least; `levels[rows]` dequantises rows.
 
-    levels: [N, K], of any type that float32 holds. scales, least: float32 [N, G]. group: of each
-    column, int64 [K]; None for G groups of equal width, one after the other.
+    levels: [N, K], of any type whose values float32 holds. scales, least: float32 [N, G]. group:
+    the group of each column, int64 [K]; None for G consecutive groups of equal width.
     """
 
     levels: torch.Tensor
@@ -57,7 +57,7 @@ class Levels:
     group: torch.Tensor | None = None
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
-        """float32 [.., K]. The product of an integer of 9 bits and a scale of 16 is exact."""
+        """float32 [.., K]. The product of a 9-bit integer and a 16-bit scale is exact."""
         dense, scales = _widened(self.levels[rows]), self.scales[rows]
         if self.group is not None:
             return dense.mul_(scales.index_select(-1, self.group))
@@ -68,7 +68,7 @@ class Levels:
 
 
 def _widened(levels: torch.Tensor) -> torch.Tensor:
-    """A copy in float32. torch's own of float8 takes four times as long as a look-up does."""
+    """A copy in float32. torch's own conversion of float8 is four times as slow as a look-up."""
     if levels.dtype != torch.float8_e4m3fn:
         return levels.to(torch.float32, copy=True)
     which = levels.view(torch.uint8).flatten().int()
@@ -77,7 +77,7 @@ def _widened(levels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Rows of something else, whose numbers are `order`, int64 [N]."""
+    """The rows of another object, in the order `order`, int64 [N]."""
 
     rows: Any
     order: torch.Tensor
@@ -89,12 +89,12 @@ class Reordered:
 
 @dataclass(frozen=True)
 class Packed:
-    """How the weights are stored, where not as plain floating point.
+    """How weights are stored that are not plain floating point.
 
-    bits: of most of the packed weights; 16 or more where none is quantised. details: what else a
-    user should see. tensors: all of the checkpoint under Transformers' names, none of them read
-    yet; raises OutriderError "checkpoint" where one is missing or not as it should be. remark: what
-    of the format is not carried over. narrow: whether 16 bits hold what they say.
+    bits: width of most of the packed weights; 16 or more if none is quantised. details: further
+    information for the user. tensors: returns all tensors of the checkpoint under Transformers'
+    names, unread; raises OutriderError "checkpoint" if one is missing or malformed. remark: what is
+    not carried over from the format. narrow: whether 16 bits hold the values exactly.
     """
 
     format: str
@@ -111,7 +111,7 @@ class Packed:
 def unsupported(name: str, what: str) -> OutriderError:
     return OutriderError(
         "checkpoint",
-        f"{name} is quantised in a way that is not read: {what}",
+        f"{name} is quantised in an unsupported format: {what}",
         "Use the checkpoint that it was made from, with float weights.",
     )
 
@@ -121,12 +121,12 @@ def damaged(name: str, what: str) -> OutriderError:
 
 
 def read_folder(name: str, folder: Path) -> dict[str, Lazy]:
-    """All tensors of the folder's safetensors files, unread."""
+    """All tensors of the folder's safetensors files, by name, unread."""
     found: dict[str, Lazy] = {}
     for path in _files(name, folder):
         try:
             file: Any = safe_open(path, framework="pt")
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(key)
                 read = _reader(file, key)
                 found[key] = Lazy(read, tuple(view.get_shape()), view.get_dtype())
@@ -137,10 +137,10 @@ def read_folder(name: str, folder: Path) -> dict[str, Lazy]:
 
 @dataclass(frozen=True)
 class PackedModule:
-    """What a checkpoint has in the place of one weight.
+    """The tensors that a checkpoint stores instead of one weight.
 
-    checkpoint: its name, for errors. path: what the names of the parts begin with. tensors: the
-    table, out of which parts are taken.
+    checkpoint: its name, for errors. path: prefix of the names of the parts. tensors: the table
+    that parts are taken from.
     """
 
     checkpoint: str
@@ -148,7 +148,7 @@ class PackedModule:
     tensors: dict[str, Lazy]
 
     def take(self, part: str) -> Lazy:
-        """Raises OutriderError where it is missing."""
+        """Remove the part from the table and return it. Raises OutriderError if it is missing."""
         found = self.take_if_there(part)
         if found is None:
             raise damaged(self.checkpoint, f"it lacks {self.path}{part}")
@@ -158,23 +158,23 @@ class PackedModule:
         return self.tensors.pop(self.path + part, None)
 
     def damaged(self, what: str) -> OutriderError:
-        """what: of a part, whose name comes first."""
+        """what: the defect, beginning with the name of the part."""
         return damaged(self.checkpoint, self.path + what)
 
     def expect(self, part: str, tensor: Lazy, dtypes: set[str], *shape: int) -> None:
-        """Raises OutriderError where the tensor is another than the weight needs."""
+        """Raise OutriderError unless the tensor has one of these types and this shape."""
         if tensor.dtype not in dtypes or tensor.shape != shape:
             has, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{min(dtypes)} {list(shape)}"
-            raise self.damaged(f"{part} is {has} in place of {wanted}")
+            raise self.damaged(f"{part} is {has} instead of {wanted}")
 
     def expect_scales(self, part: str, tensor: Lazy, *shape: int) -> None:
         self.expect(part, tensor, _FLOATS, *shape)
 
     def groups(self, part: str, tensor: Lazy, count: int) -> torch.Tensor:
-        """The group of each column, int64 [K]; each must be one of `count`."""
+        """The group of each column, int64 [K], checked to be less than `count`."""
         index = tensor[...].long()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
-            raise self.damaged(f"{part} names groups beyond the {count} that there are")
+            raise self.damaged(f"{part} names groups outside the {count} that exist")
         return index
 
 
@@ -184,8 +184,8 @@ Make = Callable[[PackedModule], Lazy]
 def read_packed(
     name: str, folder: Path, kinds: dict[str, Make], but: tuple[str, ...] = ()
 ) -> dict[str, Lazy]:
-    """The same with each packed weight in place of its parts. kinds: by the part that modules of a
-    kind have, what makes their weights. but: how the names end of what is left out."""
+    """As `read_folder`, with each packed weight in place of its parts. kinds: functions that make
+    the weights, by the part that identifies such a module. but: suffixes of the names to ignore."""
     tensors = read_folder(name, folder)
     for key in [key for key in tensors if key.endswith(but)]:
         del tensors[key]
@@ -201,26 +201,26 @@ def _reader(file: Any, key: str) -> Callable[[], torch.Tensor]:
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """Those of the index where there is one, else the only one."""
+    """The safetensors files of the index if there is one, else the only file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             return [folder / str(shard) for shard in shards]
-        except Exception as error:  # noqa: BLE001 - whatever an index can be in place of a table
+        except Exception as error:  # noqa: BLE001 - the index may be anything
             raise damaged(name, f"{index.name} cannot be read: {first_line(error)}") from None
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise OutriderError(
             "checkpoint",
             f"{name} is quantised and has {len(files)} safetensors files without an index",
-            "Download the checkpoint completely, in safetensors.",
+            "Download the complete checkpoint, in safetensors format.",
         )
     return files
 
 
 def modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedModule]:
-    """All that have this part; the table may change in the meantime."""
+    """All modules with this part; the table may change during the iteration."""
     for key in list(tensors):
         path, dot, last = key.rpartition(".")
         if last == part:
@@ -228,15 +228,15 @@ def modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedMo
 
 
 def expect_floats(name: str, tensors: dict[str, Lazy]) -> None:
-    """What is left must be plain: integers without a scale are no weights."""
+    """Raise OutriderError unless all tensors are floating point: integers lack a scale."""
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
-            raise damaged(name, f"{key} is {tensor.dtype}, and nothing says its scale")
+            raise damaged(name, f"{key} is {tensor.dtype} without a scale")
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned integers of 4 or 8 bits out of int32 words along the last axis, the lowest bits
-    first: int8 or int16."""
+    """Unpack unsigned 4-bit or 8-bit integers from int32 words along the last axis, lowest bits
+    first. Returns int8 for 4 bits, int16 for 8."""
     data = words.contiguous().view(torch.uint8)
     if bits == 8:
         return data.to(torch.int16)
@@ -249,9 +249,9 @@ def quantised(
     zeros: torch.Tensor | None = None,
     group: torch.Tensor | None = None,
 ) -> Levels:
-    """(level - zero) * scale, in a byte a number where that holds all differences.
+    """`Levels` for (level - zero) * scale, with a byte per number if that holds all differences.
 
-    levels: [N, K]. scales, zeros: [N, G]. group: as `Levels` has it, or in order after all.
+    levels: [N, K]. scales, zeros: [N, G]. group: as in `Levels`; omitted if groups are in order.
     """
     width, count = levels.shape[1], scales.shape[1]
     order = torch.arange(width) // max(1, width // count)

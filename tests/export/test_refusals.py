@@ -313,7 +313,7 @@ def test_a_marian_with_sentencepiece_files(
 
 def test_names_of_nothing(copy: Path, refused: Refused) -> None:
     assert "the name of a model is empty" in refused("")
-    assert "config.json is a file, and no GGUF" in refused(copy / "config.json")
+    assert "config.json is a file but not GGUF" in refused(copy / "config.json")
     assert "~nobody/model is not a folder" in refused("~nobody/model")
     (copy / "circle").symlink_to("circle")
     assert "circle is not a folder" in refused(copy / "circle")

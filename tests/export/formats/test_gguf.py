@@ -302,16 +302,16 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "sizes by layer": (
         _says("llama.attention.head_count_kv", [2, 4]), "differ from layer to layer",
     ),
-    "sizes that are words": (_says("llama.rope.freq_base", "high"), "or are none"),
+    "sizes that are words": (_says("llama.rope.freq_base", "high"), "or are not positive"),
     "an end that is a word": (
-        _says("tokenizer.ggml.eos_token_id", "</s>"), "its metadata is no configuration",
+        _says("tokenizer.ggml.eos_token_id", "</s>"), "its metadata is not valid",
     ),
     "one of two": (_says("split.count", 2), "one of 2 parts"),
     "an unknown tokenizer": (_says("tokenizer.ggml.pre", "odd"), "tokenizer.ggml.pre = 'odd'"),
     "no tokens": (_says("tokenizer.ggml.tokens", []), "has no tokenizer"),
-    "rotary factors too few": (_factors(np.ones(5)), "no factor for each of 8"),
-    "rotary factors that are none": (_factors(np.zeros(8)), "no factor for each"),
-    "rotary factors that are NaN": (_factors(np.full(8, np.nan)), "no factor for each"),
+    "rotary factors too few": (_factors(np.ones(5)), "a positive factor for each of 8"),
+    "rotary factors that are none": (_factors(np.zeros(8)), "a positive factor for each"),
+    "rotary factors that are NaN": (_factors(np.full(8, np.nan)), "a positive factor for each"),
     "factors below one": (_factors(np.full(8, 0.5)), "other than Llama 3's"),
     "other rotary factors": (_factors(np.linspace(1, 9, 8)), "other than Llama 3's"),
     "a tensor too many": (
@@ -323,7 +323,9 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
 LONG = "rope_factors_long.weight"
 ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no window": ("gemma3", _says("gemma3.attention.sliding_window", None), "lacks sliding_window"),
-    "a window of none": ("gemma2", _says("gemma2.attention.sliding_window", 0), "or are none"),
+    "a window of none": (
+        "gemma2", _says("gemma2.attention.sliding_window", 0), "or are not positive",
+    ),
     "windows by layer": (
         "gemma2", _says("gemma2.attention.sliding_window_pattern", [1, 0]), "pattern = [1, 0]",
     ),
@@ -350,7 +352,8 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "long factors alone": ("phi3", {"tensors": {LONG: np.ones(8)}}, "it lacks rope_factors_short"),
     "long factors too few": (
-        "phi3-longrope", {"tensors": {LONG: np.ones(7)}}, f"{LONG} is no factor for each of 8",
+        "phi3-longrope", {"tensors": {LONG: np.ones(7)}},
+        f"{LONG} lacks a positive factor for each of 8",
     ),
     "factors of two kinds": (
         "phi3", {"tensors": {"rope_freqs.weight": np.ones(8)}}, "beside another kind of rotary",
@@ -366,7 +369,7 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "experts of two sizes": (
         "qwen3-moe", {"tensors": {"blk.0.ffn_up_exps.weight": np.ones((4, 16, 64))}},
-        "up_proj is F32 [4, 16, 64] in place of F32 [4, 32, 64]",
+        "up_proj is F32 [4, 16, 64] instead of F32 [4, 32, 64]",
     ),
     "a layer that is dense": (
         "qwen3-moe", {"tensors": {"blk.0.ffn_gate.weight": np.ones((96, 64))}}, "gate_proj.weight",

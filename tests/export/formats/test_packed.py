@@ -115,7 +115,7 @@ def test_folders(
     found = find(str(tmp_path / "packed"))
     assert found.packed and words in str(found.packed)
     assert found.packed.bits == (4 if exact == 4 or "4 bits" in str(found.packed) else 8)
-    said = "its activations or cache are quantised too" in capsys.readouterr().err
+    said = "quantisation of its activations or cache" in capsys.readouterr().err
     assert said == (config.get("format") == "int-quantized")
     tensors = loaded(tmp_path / "packed")
     assert different(tensors, dense) == []
@@ -155,12 +155,12 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda w: w[EXPERTS + "_scales"].fill_(255), "_scales says NaN"),
+        (lambda w: w[EXPERTS + "_scales"].fill_(255), "_scales contains NaN"),
         (lambda w: w.update({EXPERTS: torch.ones(1)}), "twice, packed and not"),
         (lambda w: w.pop(EXPERTS + "_scales"), "it lacks"),
         (
             lambda w: w.update({EXPERTS + "_scales": w[EXPERTS + "_scales"][..., :-1].clone()}),
-            "_scales is U8 [4, 64, 2] in place of U8 [4, 64, 3]",
+            "_scales is U8 [4, 64, 2] instead of U8 [4, 64, 3]",
         ),
         (lambda w: w.update({EXPERTS + "_blocks": torch.ones(3)}), "_blocks is F32 [3]"),
     ],
@@ -255,29 +255,29 @@ def _single(part: str) -> Edit:
 DAMAGED: dict[str, tuple[str, Edit, str]] = {
     "no scales": ("GPTQ, 4 bits", _without("scales"), f"it lacks {PROJ}scales"),
     "no zero points": ("AWQ", _without("qzeros"), f"it lacks {PROJ}qzeros"),
-    "no words": ("GPTQ, 4 bits", _without("qweight"), "I32, and nothing says its scale"),
+    "no words": ("GPTQ, 4 bits", _without("qweight"), "I32 without a scale"),
     "a group too many": (
-        "GPTQ, 4 bits", lambda w: w[PROJ + "g_idx"].fill_(1), "g_idx names groups beyond the 1",
+        "GPTQ, 4 bits", lambda w: w[PROJ + "g_idx"].fill_(1), "g_idx names groups outside the 1",
     ),
     "a row too few": ("GPTQ, 4 bits", _shorter("qweight"), "qweight"),
     "a column too few": ("GPTQ, 4 bits", _shorter("g_idx"), "qweight"),
     "scales too few": (
-        "AWQ", _shorter("scales"), f"{PROJ}qzeros is I32 [2, 8] in place of I32 [1, 8]"
+        "AWQ", _shorter("scales"), f"{PROJ}qzeros is I32 [2, 8] instead of I32 [1, 8]"
     ),
     "words of 64 bits": ("AWQ", _as("qweight", torch.int64), "is I64 [64, 8]"),
     "three bits": (
         "GPTQ, 4 bits",
         lambda w: w.update({WORDS: w[WORDS][:6].clone()}),
-        "qweight has 3 bits a weight",
+        "qweight has 3 bits per weight",
     ),
-    "one word": ("GPTQ, 4 bits", _single("qweight"), "qweight has 0 bits a weight"),
+    "one word": ("GPTQ, 4 bits", _single("qweight"), "qweight has 0 bits per weight"),
     "one group": ("GPTQ, 4 bits", _single("g_idx"), "qweight has"),
-    "one scale": ("GPTQ, 4 bits", _single("scales"), "qzeros is I32 [1, 8] in place of I32 [0, 8]"),
-    "one word of AWQ": ("AWQ", _single("qweight"), "qweight is I32 [] in place of I32 [0, 8]"),
-    "one scale of AWQ": ("AWQ", _single("scales"), "qweight is I32 [64, 8] in place of"),
+    "one scale": ("GPTQ, 4 bits", _single("scales"), "qzeros is I32 [1, 8] instead of I32 [0, 8]"),
+    "one word of AWQ": ("AWQ", _single("qweight"), "qweight is I32 [] instead of I32 [0, 8]"),
+    "one scale of AWQ": ("AWQ", _single("scales"), "qweight is I32 [64, 8] instead of"),
     "no shape": ("compressed-tensors, 4 bits", _without("weight_shape"), "lacks"),
     "int8 without scales": (
-        "compressed-tensors, int8", _without("weight_scale"), "weight is I8, and nothing says",
+        "compressed-tensors, int8", _without("weight_scale"), "weight is I8 without a scale",
     ),
     "another shape": (
         "compressed-tensors, 4 bits",
