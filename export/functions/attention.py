@@ -1,5 +1,5 @@
-"""Attention with a soft cap, with sinks, or of values of another width: what ONNX's operator lacks,
-or TensorRT-RTX's parser refuses of it."""
+"""Attention with a soft cap, with sinks, or with values of another width than keys, which ONNX's
+operator lacks or TensorRT-RTX's parser refuses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from .own import DOMAIN, HEADER, add
 
-# query [B, H, N, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], mask bool [B, 1, N, S], sinks [H]:
-# out [B, H, N, Dv]. The queries of a key head lie side by side, so that no key is copied. lowest:
-# the score of what is not seen.
+# From query [B, H, N, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], mask bool [B, 1, N, S] and
+# sinks [H] to out [B, H, N, Dv]. Queries are grouped by key head, so that no key is copied. lowest:
+# the score of a masked key.
 _BODY = """
 {name} <scale, lowest{attributes}> (query, key, value, mask{inputs}) => (out)
 {{
@@ -81,7 +81,7 @@ def symbol(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Its node, in an export."""
+    """The node of this attention, during an export."""
     lowest = torch.finfo(query.dtype).min
     return torch.onnx.ops.symbolic(
         f"{DOMAIN}::{_name(bool(softcap), sinks is not None)}",
@@ -94,12 +94,12 @@ def symbol(
 
 
 def is_own(node: ir.Node) -> bool:
-    """Whether it is one of these nodes."""
+    """Whether the node calls one of these functions."""
     return node.domain == DOMAIN and node.op_type in _VARIANTS
 
 
 def define(model: ir.Model) -> None:
-    """The functions of the nodes that there are."""
+    """Add the functions that the graph's nodes call."""
     add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
 
 

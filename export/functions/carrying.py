@@ -1,7 +1,7 @@
-"""How the layers of Transformers that carry a state come to the functions of recurrence.py.
+"""Route Transformers' layers that carry a state to the functions of recurrence.py.
 
-They ask their cache for the state, and call a function by its name in their own module. While a
-model is traced both are ours.
+Such a layer asks its cache for the state, and calls a function by its name in the layer's module.
+While a model is traced, both are replaced by ours.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from transformers.activations import ACT2FN
 
 
 class UnsupportedArchitecture(Exception):
-    """What the graph cannot express; the text is the reason."""
+    """The graph cannot express this model; the message is the reason."""
 
 
-# Of a recurrence: query, key, value, decay, beta; see `recurrence.recur`.
+# The inputs of a recurrence: query, key, value, decay, beta; see `recurrence.recur`.
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
-# What the layer that runs now asked its cache for, and has not computed yet.
+# States that the current layer has asked its cache for, and has not computed yet.
 _convolving: list[Callable[..., torch.Tensor]] = []
 _recurring: list[Callable[..., torch.Tensor]] = []
 
 
 def _asked(waiting: list[Any]) -> Any:
     if not waiting:
-        raise UnsupportedArchitecture("it keeps its state in a cache of its own")
+        raise UnsupportedArchitecture("it keeps its state outside Transformers' cache")
     return waiting.pop()
 
 
@@ -51,7 +51,7 @@ def _delta_rule(
     query: torch.Tensor,  # [B, N, G, K]
     key: torch.Tensor,
     value: torch.Tensor,  # [B, N, H, V]
-    g: torch.Tensor,  # [B, N, H], or for each number of a key [B, N, H, K]
+    g: torch.Tensor,  # [B, N, H], or one per element of a key [B, N, H, K]
     beta: torch.Tensor,  # [B, N, H]
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
@@ -60,7 +60,7 @@ def _delta_rule(
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     said = _asked(_recurring)((query, key, value, g if g.dim() == 4 else g[..., None], beta))
-    return said, said  # the cache has the state
+    return said, said  # in place of the state, which is in the cache
 
 
 def _mamba2(
@@ -86,7 +86,7 @@ def _mamba2(
     return (said, said) if return_final_states else said
 
 
-# By the names that the layers of all architectures call them by, in their own modules.
+# By the names under which the layers of all architectures call them in their modules.
 OURS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv1d,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -96,22 +96,22 @@ OURS: dict[str, Callable[..., Any]] = {
 
 
 class Carrying:
-    """A cache that layers ask for the states they carry: what they ask for is computed by the
-    function that they call next. States are numbered in the order in which they are asked for."""
+    """A cache that layers ask for the states they carry. Each state is updated by the function that
+    the layer calls next. States are numbered in the order in which they are requested."""
 
     is_compileable = False
-    is_sliding = is_linear = is_dummy = ()  # no layer has other rows than the first
+    is_sliding = is_linear = is_dummy = ()  # all layers have rows like the first
 
     def __init__(self) -> None:
-        self.carried = 0  # states that were asked for
+        self.carried = 0  # states requested so far
         _convolving.clear()
         _recurring.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are passed explicitly; nothing may be derived from this
+        return 0  # positions are passed explicitly; none may be derived from this
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # or a call of one token would change states of its own
+        return True  # otherwise a call of one token would update its states itself
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -134,7 +134,7 @@ class Carrying:
         return recurrent_states
 
     def check(self) -> None:
-        """Raises UnsupportedArchitecture where a state was asked for that no function computed."""
+        """Raise UnsupportedArchitecture if a state was requested but not computed."""
         if _convolving or _recurring:
             raise UnsupportedArchitecture("it carries a state that the graph cannot express")
 
@@ -149,7 +149,8 @@ class Carrying:
 
 @contextmanager
 def ours(model: PreTrainedModel) -> Iterator[None]:
-    """While its layers call our functions in place of Transformers', which are found by name."""
+    """Within the context, the model's layers call our functions instead of Transformers', which are
+    found by name."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     theirs = [(m, name, getattr(m, name)) for m in modules for name in OURS if hasattr(m, name)]
     try:

@@ -1,4 +1,4 @@
-"""What our functions share: their domain, and how a graph comes to have them."""
+"""Shared by our model-local functions: their domain, and how they are added to a graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import onnx
 import onnx_ir as ir
 
 DOMAIN = "outrider"
-OPSET = 24  # ONNX's, of graphs and of the functions' bodies
-HEADER = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}]>'  # of what calls no other of ours
+OPSET = 24  # ONNX's, for graphs and for the bodies of the functions
+HEADER = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}]>'  # of functions that call none of ours
 
 
 def add(model: ir.Model, functions: Iterable[onnx.FunctionProto]) -> None:

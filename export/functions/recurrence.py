@@ -1,11 +1,10 @@
-"""What layers that carry a state compute: linear attention, state spaces, short convolutions.
+"""Layers that carry a state: linear attention, state spaces, short convolutions.
 
-What such a layer keeps of a text lies in rows, like keys and values: row p is the state after token
-p, or of a convolution that token's input. The rows of a slot are a ring of R, in which row p lies
-at p mod R, so the last R are there, and a text is rolled back over them by calling with a smaller
-position.
+Such a layer keeps its state in rows, like keys and values: row p is the state after token p, or for
+a convolution the input of token p. The rows of a slot are a ring of R, with row p at p mod R: the
+last R rows are present, and a sequence is rolled back over them by a call with a smaller position.
 
-Each is a function of ONNX's own operators, and torch's where nothing is exported.
+Each computation is a function in ONNX's own operators, or in torch's if nothing is being exported.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .own import DOMAIN, HEADER, add
 
 CONVOLUTION, RECURRENCE, DELTA = "RingConvolution", "RingRecurrence", "RingDeltaRule"
 
-# `rows` [B, A, N, D] into `slot` [B, A, R, D], of N the last R.
+# Write the last R of N `rows` [B, A, N, D] to `slot` [B, A, R, D].
 _WRITE = """
   least = Neg (room)
   far = Constant <value_ints = [9223372036854775807]> ()
@@ -32,7 +31,7 @@ _WRITE = """
   slot_out = TensorScatter <axis = 2, mode = "circular"> (slot, last, where)
 """
 
-# x [B, C, N], weight [C, K], bias [C], slot [B, 1, R, C]: out [B, C, N].
+# From x [B, C, N], weight [C, K], bias [C] and slot [B, 1, R, C] to out [B, C, N].
 _CONVOLUTION = """
 {name} <channels> (x, weight, bias, slot, position) => (out, slot_out)
 {{
@@ -72,8 +71,8 @@ _CONVOLUTION = """
 }}
 """
 
-# query, key [B, N, G, K], value [B, N, H, V], decay [B, N, H, 1 or K], beta [B, N, H], slot
-# [B, H, R, K V]: out [B, N, H, V]. Queries and keys belong to H / G heads each.
+# From query, key [B, N, G, K], value [B, N, H, V], decay [B, N, H, 1 or K], beta [B, N, H] and slot
+# [B, H, R, K V] to out [B, N, H, V]. Each query and key is shared by H / G heads.
 _RECURRENCE = """
 {name} (query, key, value, decay{beta_input}, slot, position) => (out, slot_out)
 {{
@@ -155,10 +154,10 @@ def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, slot: torch.Tensor,
     position: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Each channel's sum of its last K inputs: [B, C, N], and the slot.
+    """Each channel's weighted sum of its last K inputs, [B, C, N], and the updated slot.
 
-    x: [B, C, N]. weight: [C, K]. bias: [C]. slot: [B, 1, R, C], with R at least K - 1 and, where a
-    text is rolled back, as many rows more. position: int64 [B], of the first token.
+    x: [B, C, N]. weight: [C, K]. bias: [C]. slot: [B, 1, R, C], with R at least K - 1 plus the
+    number of rows that may be rolled back. position: int64 [B], of the first token.
     """
     if torch.onnx.is_in_onnx_export():
         y, after = torch.onnx.ops.symbolic_multi_out(
@@ -183,13 +182,13 @@ def recur(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
     beta: torch.Tensor | None, slot: torch.Tensor, position: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What a matrix S answers that each token fades and adds to: [B, N, H, V], and the slot.
+    """The outputs [B, N, H, V] of a recurrence with a matrix S as its state, and the updated slot.
 
-    S = exp(g) S, S = S + k u', y = S' q, with u = v, as in Mamba 2 (Dao and Gu 2024, arXiv
-    2405.21060, eq. 16), or with beta, u = beta (v - S' k), the gated delta rule (Yang, Kautz and
-    Hatamizadeh 2024, arXiv 2412.06464, eq. 10). query, key: [B, N, G, K], each for H / G heads.
-    value: [B, N, H, V]. decay: g, [B, N, H, 1 or K]. beta: [B, N, H]. slot: [B, H, R, K V].
-    position: as above. All float32.
+    For each token: S = exp(g) S, S = S + k u', y = S' q, with u = v, as in Mamba 2 (Dao and Gu
+    2024, arXiv 2405.21060, eq. 16), or if beta is given u = beta (v - S' k), the gated delta rule
+    (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464, eq. 10). query, key: [B, N, G, K], each
+    shared by H / G heads. value: [B, N, H, V]. decay: g, [B, N, H, 1 or K]. beta: [B, N, H]. slot:
+    [B, H, R, K V]. position: as in `convolve`. All float32.
     """
     if torch.onnx.is_in_onnx_export():
         more = [] if beta is None else [beta]
@@ -219,7 +218,7 @@ def recur(
 
 
 def _written(slot: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """The slot [B, A, R, D] with rows [B, A, N, D] in it; of N the last R."""
+    """A copy of the slot [B, A, R, D] with the last R of the N rows [B, A, N, D] written to it."""
     room, count = slot.shape[2], rows.shape[2]
     kept = torch.arange(max(0, count - room), count)
     batch = torch.arange(len(slot))[:, None]
@@ -229,12 +228,12 @@ def _written(slot: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> 
 
 
 def is_own(node: ir.Node) -> bool:
-    """Whether it is one of these nodes."""
+    """Whether the node calls one of these functions."""
     return node.domain == DOMAIN and node.op_type in (CONVOLUTION, RECURRENCE, DELTA)
 
 
 def define(model: ir.Model) -> None:
-    """The functions of the nodes that there are."""
+    """Add the functions that the graph's nodes call."""
     add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
 
 

@@ -1,8 +1,7 @@
 """The bodies of the graph's sampling functions, in ONNX's text format; see verify.py.
 
-Standard operators only, and of them only what ONNX Runtime's CPU kernels have: no Where on
-booleans, no product that leaves int64. int64 [B] and float32 [B] are per slot; K = gamma + 1 rows
-of p.
+They use only standard operators with CPU kernels in ONNX Runtime: no Where on booleans, no product
+that exceeds int64. int64 [B] and float32 [B] are per slot; there are K = gamma + 1 rows of p.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import onnx.parser
 from .own import DOMAIN, OPSET
 
 # The high and the low word of a * m, for words a and m < 2^32: in halves, so that no product
-# leaves int64.
+# exceeds int64.
 _MULTIPLY = """
 Multiply (a, m) => (high, low)
 {
@@ -57,12 +56,13 @@ PhiloxRound (c0, c1, c2, c3, k0, k1) => (d0, d1, d2, d3, l0, l1)
 
 
 def _state(round_number: int) -> str:
-    """The names of Philox's words and key after a round."""
+    """The names of Philox's words and key after this round."""
     return ", ".join(f"r{round_number}_{j}" for j in range(6))
 
 
-# runtime/sampling/philox.py's uniforms of a round, float64 [B, K]: the accept tests' of positions
-# position .. position + K - 2, then the final draw's. Counter (position, purpose, 0, 0).
+# The uniforms of a round as in runtime/sampling/philox.py, float64 [B, K]: those for the acceptance
+# tests at positions position .. position + K - 2, then the one for the final draw. The counter is
+# (position, purpose, 0, 0).
 _UNIFORMS = """
 Uniforms (seed, position, rows) => (uniforms)
 {
@@ -105,8 +105,8 @@ ROUNDS
     ),
 )
 
-# What is wrong with rows of logits [B, R, V] whose weights sum to `total`: the status of
-# plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
+# The status of rows of logits [B, R, V] whose weights sum to `total`, int32 [B, R], as in
+# plugins/include/outrider.h. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
 _STATUS = """
 RowStatus (logits, total) => (status)
 {
@@ -146,9 +146,9 @@ Weights (logits, temperature) => (scores, peak, weights, total)
 }
 """
 
-# Leviathan et al. 2023, Algorithm 1 (lenience: appendix A.5), with runtime/sampling/rules.py's
-# conventions. q gets one row more, so that there is one where nothing is drafted. It counts as 0:
-# after the last draft token the residual max(0, p - q) is p itself.
+# Leviathan et al. 2023, Algorithm 1 (lenience: appendix A.5), with the conventions of
+# runtime/sampling/rules.py. q gets an additional row, so that there is one even without drafts. It
+# counts as 0: after the last draft token the residual max(0, p - q) is p itself.
 _JUDGE = """
 Judge <vocab_size: int = 2147483647>
   (target_logits, draft_logits, drafts, uniforms, gamma, temperature, lenience)
@@ -321,8 +321,8 @@ Judge <vocab_size: int = 2147483647>
 }
 """
 
-# plugin_namespace and plugin_version are what TensorRT's parser looks the plugin up by; without the
-# namespace on the node, parsers from 10.15 on would take this body although the plugin is there.
+# TensorRT's parser looks the plugin up by plugin_namespace and plugin_version; without the
+# namespace on the node, parsers from 10.15 on would use this body even if the plugin is present.
 _VERIFY = """
 Verify <plugin_namespace: string = "outrider", plugin_version: string = "1",
         rule: string = "token", vocab_size: int = 2147483647>
@@ -345,9 +345,9 @@ def functions() -> list[onnx.FunctionProto]:
     Verify(target_logits [B, K, V], draft_logits [B, K - 1, V'] of the same type (float32, float16
     or bfloat16), drafts int64 [B, K - 1], seed int64 [B] (the bits of an unsigned one), position
     int64 [B] (absolute index of the round's first token), gamma int64 [B] (0 .. K - 1; -1: the
-    slot sits out), temperature float32 [B], lenience float32 [B]) gives accepted int32 [B], token
-    int64 [B] and status int32 [B]: the verdict of plugins/include/outrider.h. vocab_size: columns
-    beyond it are not read. A slot with a status other than 0 has the token -1.
+    slot does not take part), temperature float32 [B], lenience float32 [B]) returns accepted int32
+    [B], token int64 [B] and status int32 [B]: the verdict of plugins/include/outrider.h.
+    vocab_size: columns beyond it are not read. A slot with a status other than 0 gets token -1.
     """
     header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": 1]>'
     return [onnx.parser.parse_function(header + body) for body in _BODIES]

@@ -1,1 +1,1 @@
-"""The same model for ONNX Runtime on the CPU, with an attention of our own and the same weights."""
+"""A second graph for ONNX Runtime on the CPU, with our own operators and the same weights."""

@@ -1,4 +1,4 @@
-"""The attention of graph.onnx, layer by layer: what goes into it, and where its result is."""
+"""Find the attention of each layer in graph.onnx: its inputs and its result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SWAPPED = (0, 2, 1, 3)  # between [B, N, H, D] and [B, H, N, D]
 
 
 class NotLowered(Exception):
-    """The graph has no such form; the text is the reason."""
+    """The graph cannot be rewritten for the CPU; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a RotaryEmbedding node rotates by."""
+    """The inputs and attribute of a RotaryEmbedding node that determine the rotation."""
 
     cos: ir.Value
     sin: ir.Value
@@ -32,11 +32,11 @@ class SourceLayer:
     node: ir.Node
     end: ir.Value  # [B, N, H D] or [B N, H D]
     query: ir.Value  # [B, N, H, D] or [B, N, H D]
-    mask: ir.Value | None  # bool, or what is added to the scores; None: all rows are seen
+    mask: ir.Value | None  # bool, or added to the scores; None: no row is masked
     heads: int
     key_heads: int
     sinks: ir.Value | None  # [H]
-    softcap: float  # 0: none
+    softcap: float  # 0 for none
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Layer(SourceLayer):
     key: ir.Value
     value: ir.Value
     rotary: Rotary | None
-    writes: tuple[ir.Node, ir.Node]  # of keys and values into their caches
+    writes: tuple[ir.Node, ir.Node]  # which write keys and values to their caches
 
 
 def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
-    """In the order of the graph. Raises NotLowered."""
+    """Attention to the text and to the source, in the order of the graph. Raises NotLowered."""
     nodes = [node for node in model.graph if node.op_type == "Attention" or is_own(node)]
     if not nodes:
-        raise NotLowered("its attention is written out")
+        raise NotLowered("it has no Attention operator")
     inputs = set(model.graph.inputs)
     of_source = [node for node in nodes if node.inputs[1] in inputs]
     return (
@@ -73,7 +73,7 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
     given = query, new_keys.inputs[1], new_values.inputs[1]
     found = [_rows(model, each) for each in given]
     rotary = found[0][1] if found[0] and found[1] and found[0][1] == found[1][1] else None
-    # Rotated otherwise: they come as they are stored, turned back.
+    # If the rotation has another form, it stays, and its results are transposed back.
     query, key, value = (
         rows[0] if rows and rows[1] == wanted else _turned(model, each)
         for rows, wanted, each in zip(found, (rotary, rotary, None), given, strict=True)
@@ -89,7 +89,7 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
 def _source_layer(model: ir.Model, node: ir.Node) -> SourceLayer:
     end, rows = _end(node), _rows(model, node.inputs[0])
     if rows is None or rows[1] is not None:
-        raise NotLowered("what asks for the source is not turned in the usual way")
+        raise NotLowered("its queries to the source are not transposed as expected")
     mask, sinks = _more(node)
     heads, key_heads = (size(value, 1) for value in node.inputs[:2])
     cap = node.attributes.get_float("softcap", 0)
@@ -97,23 +97,23 @@ def _source_layer(model: ir.Model, node: ir.Node) -> SourceLayer:
 
 
 def _more(node: ir.Node) -> tuple[ir.Value | None, ...]:
-    """The mask and the sinks, where they are."""
+    """The mask and the sinks, if any."""
     return (*node.inputs[3:], None, None)[:2]
 
 
 def _end(node: ir.Node) -> ir.Value:
     if not is_own(node) and set(node.attributes) != {"scale"}:
-        raise NotLowered("its attention has options")
+        raise NotLowered("its Attention operator has other attributes than scale")
     swap = _only_use(node.outputs[0], "Transpose")
     if not turns(swap, *_SWAPPED):
-        raise NotLowered("its attention's output is not turned back")
+        raise NotLowered("the output of its attention is not transposed back")
     return _only_use(swap.outputs[0], "Reshape").outputs[0]
 
 
 def _only_use(value: ir.Value, kind: str) -> ir.Node:
     uses = list(value.uses())
     if len(uses) != 1 or uses[0].node.op_type != kind:
-        raise NotLowered(f"its attention does not end in {kind}")
+        raise NotLowered(f"its attention is not followed by {kind}")
     return uses[0].node
 
 
@@ -125,8 +125,8 @@ def size(value: ir.Value | None, axis: int) -> int:
 
 
 def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | None] | None:
-    """What is turned, and perhaps normed and rotated, to [B, H, N, D]; as [B, N, H, D], normed.
-    None for what is made otherwise."""
+    """For a value that is transposed to [B, H, N, D], and possibly normalised and rotated: the
+    value as [B, N, H, D], normalised but not rotated, and the rotation. None for other values."""
     rotary = norm = None
     node = value.producer() if value is not None else None
     if node is not None and node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
@@ -134,7 +134,7 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
         assert before is not None and cos is not None and sin is not None
         rotary = Rotary(cos, sin, node.attributes.get_int("interleaved", 0))
         node = before.producer()
-    # Of D alone, with a scale of D, so that the order of the others is all the same to it.
+    # A norm over D, with a scale of D, does not depend on the order of the other axes.
     if node is not None and node.op_type == "RMSNormalization" and _dimensions(node.inputs[1]) == 1:
         norm, before = node, node.inputs[0]
         node = before.producer() if before is not None else None
@@ -155,7 +155,7 @@ def _dimensions(value: ir.Value | None) -> int:
 
 
 def _turned(model: ir.Model, value: ir.Value | None) -> ir.Value:
-    """[B, N, H, D] from [B, H, N, D]."""
+    """Transpose [B, H, N, D] to [B, N, H, D]."""
     swap = ir.node("Transpose", [value], {"perm": _SWAPPED})
     model.graph.append(swap)
     return swap.outputs[0]

@@ -1,4 +1,4 @@
-"""host.onnx, held against the original model before anybody runs it."""
+"""Write host.onnx, and compare it with the original model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def write_checked(
     capacity: int,
     cache: Cache | None = None,
 ) -> str:
-    """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
-    quantised rows only when it is right without, and they cost no more than `TOLERANCE`.
+    """Write the graph for the CPU, and delete it again if it is not correct; returns a summary. A
+    graph with quantised cache rows is accepted only if the one without them is correct, and if the
+    rows change a logit by no more than `TOLERANCE`.
 
-    original, exact: as `compare.compare` has them. rounded: what the original says with activations
-    rounded as liboutrider does; None where weights are not quantised. Raises OutriderError.
+    original, exact: as in `compare.compare`. rounded: the original's logits with activations
+    rounded as by liboutrider; None if weights are not quantised. Raises OutriderError if the graph
+    is not correct and the model cannot run without it.
     """
     check = partial(compare.compare, folder, original, "float32", file=HOST_FILE, rounded=rounded)
     try:
@@ -36,24 +38,24 @@ def write_checked(
             raise NotLowered(f"it would differ by {result.told()}")
         if cache:
             lowering.write(folder, capacity, cache)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
+    except Exception as error:  # noqa: BLE001 - any error is reported
         if cache:
-            cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
+            cause = f"CACHE={cache} needs the graph for the CPU: {first_line(error)}"
             raise OutriderError("backend", cause, "Build without CACHE.") from None
         if rounded is not None:
             raise OutriderError(
                 "difference",
-                f"the graph for the CPU is not right: {first_line(error)}",
-                "Build without WEIGHTS; and please report the architecture.",
+                f"the graph for the CPU is not correct: {first_line(error)}",
+                "Build without WEIGHTS, and please report the architecture.",
             ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    what = "activations in 8 bits move a logit by" if rounded is not None else "largest difference"
+    what = "8-bit activations change a logit by" if rounded is not None else "largest difference"
     said = f"{nodes:,} nodes, {what} {result.told()}"
     if cache:
         rows = check(cache=cache)
         if not rows.passed:
-            cause = f"rows of {cache} change a logit by {rows.told()}"
+            cause = f"{cache} cache rows change a logit by {rows.told()}"
             raise OutriderError("difference", cause, "Build without CACHE.")
-        said += f", with rows of {cache} {rows.told()}"
+        said += f", with {cache} cache rows {rows.told()}"
     return said

@@ -1,7 +1,7 @@
-"""Experts of few bits: in graph.onnx all of them compute every token, here those that are chosen.
+"""Quantised experts: in graph.onnx all of them compute every token, in host.onnx only the chosen.
 
-What is [E, T, ..] there is [k, T, ..] here, and so is all that is computed between two products:
-it has an axis for experts, and looks at one of them at a time.
+A value [E, T, ..] becomes [k, T, ..], as does everything computed between two products: those nodes
+treat each expert along the first axis separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .attention import NotLowered
 
 
 def ask_the_chosen(model: ir.Model) -> None:
-    """In place. Raises NotLowered."""
+    """Let only the chosen experts compute, in place. Raises NotLowered."""
     weights = {
         node: stored
         for node in model.graph
@@ -35,7 +35,7 @@ def ask_the_chosen(model: ir.Model) -> None:
         first = next(iter(weights))
         way, end, place, (chosen, routing) = _to_the_sum(nodes[nodes.index(first) :])
         for value in (value for node in (*way, end) for value in node.outputs):
-            value.shape = None  # with all experts
+            value.shape = None  # was that of all experts
         for node in way:
             if (stored := weights.pop(node, None)) is not None:
                 rows, columns = stored.sizes
@@ -50,12 +50,12 @@ def ask_the_chosen(model: ir.Model) -> None:
         end.replace_input_with(place, routing)
 
 
-_Routing = tuple[ir.Value, ir.Value]  # who is asked, int64 [k, T]; with which weights, [k, T, 1]
+_Routing = tuple[ir.Value, ir.Value]  # the chosen experts, int64 [k, T]; their weights, [k, T, 1]
 
 
 def _to_the_sum(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], ir.Node, int, _Routing]:
-    """What follows from the first node, itself included, until a product with the routing weights;
-    that product, and which of its inputs they are."""
+    """The nodes from the first one up to the product with the routing weights; that product, the
+    index of the weights among its inputs, and the routing."""
     way, reached = [nodes[0]], set(nodes[0].outputs)
     for node in nodes[1:]:
         apart = [i for i, value in enumerate(node.inputs) if value not in reached]
@@ -65,11 +65,11 @@ def _to_the_sum(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], ir.Node, int, 
             return way, node, apart[0], routing
         way.append(node)
         reached.update(node.outputs)
-    raise NotLowered("its experts are not weighed as usual")
+    raise NotLowered("its experts are not weighted as expected")
 
 
 def _routing(value: ir.Value | None) -> _Routing | None:
-    """Of weights [E, T, 1] that most experts have as zeros what they were put together from."""
+    """The chosen experts and weights that the sparse routing weights [E, T, 1] are made from."""
     total = made_by(value, "ReduceSum", "Unsqueeze", "Transpose", "Cast")
     product = made_by(total.inputs[0], "Mul") if total else None
     if product is None:
@@ -83,13 +83,13 @@ def _routing(value: ir.Value | None) -> _Routing | None:
 
 
 def _choose_bias(model: ir.Model, add: ir.Node, chosen: ir.Value) -> None:
-    """A bias of experts, [E, 1, N], becomes that of those who are asked, [k, T, N]."""
+    """Replace a bias of all experts, [E, 1, N], by those of the chosen ones, [k, T, N]."""
     for place, value in enumerate(add.inputs):
         before = made_by(value, "Unsqueeze")
         weight = before.inputs[0] if before else value
         if value is None or weight is None or not weight.is_initializer():
             continue
-        if value.shape is None or len(value.shape) != 3:  # a number for all
+        if value.shape is None or len(value.shape) != 3:  # the same for all experts
             continue
         gather = ir.node("Gather", [value, chosen], {"axis": 0})
         axis = initializer(model, ir.tensor(np.array([2]), name=f"{add.outputs[0].name}.axis"))

@@ -1,9 +1,9 @@
-"""Writing host.onnx from graph.onnx.
+"""Write host.onnx, a rewritten graph.onnx for ONNX Runtime on the CPU.
 
-graph.onnx is what every backend takes. ONNX Runtime runs its attention as six nodes a layer, over
-all rows of the cache, and sums in an order that depends on the call. Here it is one node, an
-operator of plugins/onnxruntime, which reads valid rows only and whose bits do not depend on the
-call.
+graph.onnx runs on every backend. ONNX Runtime runs its attention as six nodes per layer, over all
+rows of the cache, and sums in an order that depends on the shape of the call. Here it is one node,
+an operator of plugins/onnxruntime, which reads only valid rows and gives bitwise the same results
+in every call.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .experts import ask_the_chosen
 from .observing import Observed, observe, see_all_rows
 
-DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
+DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 
 def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
-    """Write the graph beside graph.onnx; returns how many nodes it has.
+    """Write the graph beside graph.onnx, and return its number of nodes.
 
-    capacity: rows of the longest text, for which the rotary tables are made. cache: the type of the
-    rows, if not that of graph.onnx; what has quantised rows or weights has a weights file of its
-    own. Raises NotLowered.
+    capacity: rows of the longest sequence, which determine the size of the rotary tables. cache:
+    the type of the cache rows, if not that of graph.onnx. A graph with quantised rows or weights
+    gets its own weights file. Raises NotLowered.
     """
     model = ir.load(folder / GRAPH_FILE)
     quantised = own_operators(model)
@@ -75,7 +75,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
 
 
 def _rewrite_encoder(folder: Path) -> None:
-    """With our products. In place: it has no other reader."""
+    """Rewrite the encoder to use our products, in place, as no other backend reads it."""
     model = ir.load(folder / ENCODER_FILE)
     own_operators(model)
     RemoveUnusedNodesPass()(model)
@@ -99,7 +99,8 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
     inputs += [None] * (2 - len(inputs))
     bias = observed.biases.get(mask)
     inputs.append(None if bias is None else constant(model, f"host.{mask}", bias))
-    # Written by another layer already: its outputs are read, which have taken the writes' place.
+    # If another layer has written these rows already, its outputs, which replaced the writes, are
+    # read.
     reads = layer.node.inputs[1] is not layer.writes[0].outputs[0]
     caches = layer.node.inputs[1:3] if reads else [write.inputs[0] for write in layer.writes]
     node = ir.node(
@@ -142,7 +143,7 @@ def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
 
 
 def _replace_recurrent(model: ir.Model) -> None:
-    """What layers carry from token to token, in one node each."""
+    """Replace the functions of layers that carry a state by one operator each."""
     for node in [node for node in model.graph if recurrence.is_own(node)]:
         inputs = [*node.inputs]
         if node.op_type == recurrence.RECURRENCE:
@@ -155,9 +156,9 @@ def _replace_recurrent(model: ir.Model) -> None:
 
 
 def _end_in(model: ir.Model, layer: SourceLayer, node: ir.Node) -> None:
-    """Have who read the layer's result read the node's, [B, N, H D]."""
+    """Replace the layer's result by that of the node, [B, N, H D]."""
     result, shape = node.outputs[0], layer.end.shape
-    if shape is not None and len(shape) == 2:  # Gemm multiplies no more dimensions
+    if shape is not None and len(shape) == 2:  # Gemm accepts only two dimensions
         rows = constant(model, "host.rows", np.array([-1, shape[1]], np.int64))
         flat = ir.node("Reshape", [result, rows])
         model.graph.append(flat)
@@ -166,7 +167,7 @@ def _end_in(model: ir.Model, layer: SourceLayer, node: ir.Node) -> None:
 
 
 def _scores(model: ir.Model, layer: SourceLayer) -> list[ir.Value | None]:
-    """Sinks and soft cap."""
+    """The operator's inputs for sinks and soft cap."""
     cap = np.array([layer.softcap], np.float32)
     return [layer.sinks, constant(model, f"host.softcap.{cap[0]}", cap) if cap else None]
 
@@ -184,7 +185,7 @@ def _input(model: ir.Model, name: str) -> ir.Value:
 
 
 def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
-    """Queries, keys and values; the first alone where they are one product's."""
+    """Queries, keys and values; a single packed value if one product computes all of them."""
     parts = [_flat(model, value) for value in (layer.query, layer.key, layer.value)]
     splits = {part.producer() for part in parts}
     split = splits.pop()
@@ -194,7 +195,7 @@ def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
 
 
 def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
-    """[B, N, H D] from [B, N, H, D]: what that was made from, where it was just reshaped."""
+    """[B, N, H, D] as [B, N, H D]: the input of a preceding Reshape, or the value reshaped."""
     node = value.producer()
     before = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
     if before is not None and before.shape is not None and len(before.shape) == 3:
@@ -206,7 +207,7 @@ def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
 
 
 def _fuse_sums(model: ir.Model) -> None:
-    """A sum and the norm of it in one node, which hands out both."""
+    """Fuse a sum and its norm into one node, which outputs both."""
     for norm in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         x, scale = norm.inputs[:2]
         add = made_by(x, "Add")
@@ -224,9 +225,9 @@ def _fuse_sums(model: ir.Model) -> None:
 
 
 def _fuse_transposed(model: ir.Model) -> None:
-    """The tied output matrix, read as it lies. What transposes it in a node of its own has ONNX
-    Runtime make a transposed copy of it first whenever the graph is opened, which takes four times
-    as long as preparing the matrix does (docs/LOG.md)."""
+    """Read the tied output matrix without transposing it. With a Transpose node, ONNX Runtime makes
+    a transposed copy whenever the graph is loaded, which takes four times as long as preparing the
+    matrix (docs/LOG.md)."""
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         x, right = product.inputs
         turned = made_by(right, "Transpose")

@@ -1,4 +1,4 @@
-"""What the operators have to be told: not guessed from names, but seen where graph.onnx is run."""
+"""Determine the operators' tables, windows and biases by running graph.onnx, not from names."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from runtime.files.manifest import GRAPH_FILE
 from .attention import Layer, NotLowered, SourceLayer, size
 
 Floats = npt.NDArray[np.float32]
-SEEN = 16  # queries at each end of a slot whose masks are looked at
-# A score that something below it is added to is one that nobody sees.
+SEEN = 16  # queries at each end of a slot whose masks are examined
+# A key is masked if a value below this is added to its score.
 UNSEEN = float(np.finfo(np.float32).min) / 2
-AHEAD = 64  # OUTRIDER_ATTENTION_KEYS: of a bias, for keys ahead of a query, which are masked
+AHEAD = 64  # OUTRIDER_ATTENTION_KEYS: padding of a bias for keys after the query, which are masked
 
 
 @dataclass(frozen=True)
 class Observed:
-    """By the names of graph.onnx, since values of the one graph are not those of another.
+    """By the names of values in graph.onnx, as value objects belong to one graph only.
 
-    tables: of rotary angles, [capacity, D / 2]. windows: of each mask, 0 where it is causal without
-    one. biases: of masks that are numbers, [H, capacity + AHEAD], of the farthest key first.
+    tables: rotary tables, [capacity, D / 2]. windows: of each mask, 0 if it is purely causal.
+    biases: of masks that are added to scores, [H, capacity + AHEAD], farthest key first.
     """
 
     tables: dict[str, Floats]
@@ -38,7 +38,7 @@ class Observed:
 
 
 def observe(folder: Path, layers: Sequence[Layer], capacity: int) -> Observed:
-    """Raises NotLowered."""
+    """Run the parts of graph.onnx that compute these. Raises NotLowered."""
     rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
     angles = _names(value for rotary in rotaries for value in (rotary.cos, rotary.sin))
     turned = _run_part(folder, angles, positions=(0,), tokens=capacity, rows=1)
@@ -61,7 +61,7 @@ def observe(folder: Path, layers: Sequence[Layer], capacity: int) -> Observed:
 
 
 def see_all_rows(folder: Path, layers: Sequence[SourceLayer]) -> None:
-    """Raises NotLowered where a query does not see all rows of its source alike, or sees others."""
+    """Raise NotLowered unless each query sees exactly the rows of its source, without a bias."""
     masks = _names(layer.mask for layer in layers if layer.mask is not None)
     rows, length = 7, 5
     for mask in _run_part(
@@ -70,12 +70,12 @@ def see_all_rows(folder: Path, layers: Sequence[SourceLayer]) -> None:
         seen = mask if mask.dtype == bool else mask > UNSEEN
         alike = mask.dtype == bool or not mask[seen].any()
         if not alike or (seen != (np.arange(rows) < length)).any():
-            raise NotLowered("its mask of the source is not of its rows alone")
+            raise NotLowered("its mask of the source does not cover exactly the source's rows")
 
 
 def window_of(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> int:
-    """0 of a causal mask [T, S] for the queries [T] at these rows, w of one that lets them look at
-    w rows, their own among them. Raises NotLowered."""
+    """The window of a mask [T, S] for the queries [T] at these rows: 0 if it is causal, w if each
+    query sees w rows, its own included. Raises NotLowered for other masks."""
     ages = np.subtract.outer(queries, np.arange(mask.shape[1]))
     window = int(mask[-1].sum())
     for width, found in ((mask.shape[1], 0), (window, window)):
@@ -85,14 +85,15 @@ def window_of(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> in
 
 
 def bias_of(scores: Floats, queries: npt.NDArray[np.int64]) -> Floats:
-    """[H, S + AHEAD] of what is added to scores [H, T, S] for the queries [T] at these rows, of
-    which the last is in the last row. Raises NotLowered where it is not of the distance alone."""
+    """The bias by distance, [H, S + AHEAD], from what is added to scores [H, T, S] for the queries
+    [T] at these rows, the last of which is the last row. Raises NotLowered if it does not depend on
+    the distance alone."""
     rows = np.arange(scores.shape[2])
     table = np.pad(scores[:, -1], ((0, 0), (0, AHEAD)))
     for row, found in zip(queries, scores.swapaxes(0, 1), strict=True):
         behind = rows[: row + 1]
         if not np.array_equal(found[:, behind], table[:, len(rows) - 1 + behind - row]):
-            raise NotLowered("its bias is not of the distance alone")
+            raise NotLowered("its bias does not depend on the distance alone")
     return np.ascontiguousarray(table)
 
 
@@ -109,8 +110,9 @@ def _run_part(
     rows: int,
     length: int = 1,
 ) -> dict[str, npt.NDArray[Any]]:
-    """These values of graph.onnx, [P, ...], for that many tokens from each of P rows on, in a cache
-    of that many rows, with a source of that length. Only what makes them is run."""
+    """These values of graph.onnx, [P, ...], for `tokens` tokens from each of P positions on, in a
+    cache of `rows` rows, with a source of `length` rows. Only the nodes that compute them are
+    run."""
     import onnxruntime as ort
 
     if not names:
@@ -126,7 +128,7 @@ def _run_part(
             return np.zeros((1, tokens), np.int64)
         if value.name in ("position", "source_length"):
             return np.full(1, position if value.name == "position" else length)
-        # A cache, for the number of its rows.
+        # A cache, of which only the number of rows matters.
         assert value.shape is not None
         own = value.shape[2] if isinstance(value.shape[2], int) else rows
         return np.zeros((1, size(value, 1), own, size(value, 3)), np.float32)

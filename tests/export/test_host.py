@@ -192,7 +192,7 @@ def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_pa
                 weight[:, ::16] = 0
 
     edit_weights(source, stretch)
-    with pytest.raises(OutriderError, match="rows of int8 change a logit"):
+    with pytest.raises(OutriderError, match="int8 cache rows change a logit"):
         workshop.graphs(source, cache_type="int8")
 
 
@@ -201,7 +201,7 @@ def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_pa
     [
         ({}, {"dtype": "float16"}, "is supported only by ONNX Runtime on the CPU"),
         ({}, {"form": "torch"}, "is supported only by ONNX Runtime on the CPU"),
-        (WIDER, {}, "needs a graph of our own"),
+        (WIDER, {}, "needs the graph for the CPU"),
     ],
 )
 def test_rows_of_eight_bits_are_for_this_graph_alone(

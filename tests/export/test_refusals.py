@@ -59,7 +59,7 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("falcon", OUTSIDE),
         ("bloom", OUTSIDE),
         ("gptj", OUTSIDE),
-        ("mamba", "it keeps its state in a cache of its own"),
+        ("mamba", "it keeps its state outside Transformers' cache"),
         ("bigbird-pegasus", "its encoder uses sparse attention for long sources"),
         ("longt5", "its encoder uses sparse attention for long sources"),
         ("jamba", "it carries a state that the graph cannot express"),
