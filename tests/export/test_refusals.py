@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "an unknown quantisation": (
         _config(quantization_config={"quant_method": "odd", "bits": 3}),
-        "not read: quantization_config: odd",
+        "unsupported format: quantization_config: odd",
     ),
     "quantised, not said how": (_config(quantization_config=4), "is quantised"),
     "GGUF": (
