@@ -1,1 +1,1 @@
-"""Weights of 8 and 4 bits: how they are chosen, and what they cost in quality."""
+"""8-bit and 4-bit weights: how they are chosen, and how much quality they cost."""

@@ -1,10 +1,10 @@
-"""A matrix in blocks of 32 numbers that share a scale: levels of 8 or 4 bits, no zero points.
+"""Matrices in blocks of 32 numbers that share a scale: 8-bit or 4-bit levels, no zero points.
 
-Or with one scale for each row, levels of 8 bits: whole numbers, or float8. TensorRT multiplies
-those as they lie, where it makes a dense copy of blocks of 8 bits in each call.
+Or with one scale per row and 8-bit levels: integers, or float8. TensorRT multiplies by those
+directly, whereas it makes a dense copy of a matrix with 8-bit blocks in each call.
 
-Here those of 8 bits are chosen, and those found again that a dense matrix was made of; `feedback`
-chooses those of 4.
+This module chooses 8-bit levels, and recovers the levels from which a dense matrix was computed;
+`feedback` chooses 4-bit levels.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import onnx_ir as ir
 import torch
 
 Bits = Literal[4, 8]
-Rows = Literal["int8", "fp8"]  # the levels of a matrix with one scale for each row
+Rows = Literal["int8", "fp8"]  # type of the levels of a matrix with one scale per row
 FLOAT8: np.dtype[Any] = ir.DataType.FLOAT8E4M3FN.numpy()
 _MOST: dict[Rows, float] = {"int8": 127.0, "fp8": 448.0}
 BLOCK = 32
-# Lowest and highest level. With 8 bits -128 is what other makers' checkpoints have; ours do not.
+# Lowest and highest level. The 8-bit level -128 occurs only in checkpoints quantised elsewhere.
 RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-128, 127)}
 _LARGEST = 65504.0  # of float16
-OUT_OF_REACH = "a weight is NaN, infinite or beyond what a float16 scale reaches"
-SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
-AT_ONCE = 1 << 22  # where more of them are quicker
-_SAMPLE = 256  # blocks that say whether a search is worth while, and which peaks are likely
+OUT_OF_REACH = "a weight is NaN, infinite or too large for a float16 scale"
+SLICE = 1 << 16  # numbers at a time: temporary results stay in a core's cache
+AT_ONCE = 1 << 22  # numbers at a time where larger pieces are faster
+_SAMPLE = 256  # blocks that show whether a search is worthwhile, and which peaks are likely
 Floats = npt.NDArray[np.float32]
 
 
@@ -37,9 +37,10 @@ Floats = npt.NDArray[np.float32]
 class Quantised:
     """W [N outputs, K inputs] as level * scale.
 
-    levels: int8 [N, K], of `RANGE[bits]`, or float8 (e4m3fn). scales: float16 [N, ceil(K / 32)], or
-    [N, 1] for whole rows, finite; one that is 0 has only levels 0. With 4 bits some are negative.
-    With 8 bits none that is chosen here is: TensorRT takes those of 4 bits alone.
+    levels: int8 [N, K], within `RANGE[bits]`, or float8 (e4m3fn). scales: float16
+    [N, ceil(K / 32)], or [N, 1] for whole rows, finite; a scale of 0 has only levels 0. With 4 bits
+    some scales are negative. With 8 bits none that is chosen here is: TensorRT accepts negative
+    scales only with 4 bits.
     """
 
     levels: npt.NDArray[Any]
@@ -47,7 +48,7 @@ class Quantised:
     bits: Bits
 
     def dense(self) -> npt.NDArray[np.float32]:
-        """The matrix itself, [N, K]: what a dequantised product multiplies by, to the bit."""
+        """The matrix [N, K], bitwise equal to the one that a dequantised product multiplies by."""
         columns = self.levels.shape[1]
         width = sharing(columns, self.scales.shape[1])
         dense = np.repeat(self.scales.astype(np.float32), width, axis=1)[:, :columns]
@@ -56,32 +57,33 @@ class Quantised:
 
     @property
     def size(self) -> int:
-        """Bytes, as `bytes_of`."""
+        """Size in bytes; see `bytes_of`."""
         rows, columns = self.levels.shape
         width = sharing(columns, self.scales.shape[1])
         return bytes_of(rows, columns, self.bits, width)
 
 
 def bytes_of(rows: int, columns: int, bits: Bits, width: int = BLOCK) -> int:
-    """With 4-bit levels two to a byte, and each row made up to whole blocks of `width`."""
+    """Size of a matrix in bytes, with two 4-bit levels per byte and rows padded to whole blocks of
+    `width`."""
     return rows * -(-columns // width) * (width * bits // 8 + 2)
 
 
 def bits_a_weight(weights: Collection[Quantised]) -> float:
-    """On average over all of them, scales included."""
+    """Average number of bits per weight, scales included."""
     return 8 * sum(w.size for w in weights) / sum(w.levels.size for w in weights)
 
 
 def sharing(columns: int, scales: int) -> int:
-    """How many neighbours along K share a scale in a row of so many: a block, or the row."""
+    """How many neighbours along K share a scale, if a row has so many scales: a block, or all."""
     return BLOCK if scales == -(-columns // BLOCK) else columns
 
 
 def quantise8(weight: torch.Tensor) -> Quantised:
-    """The matrix [N, K], of any floating type, rounded to nearest, with the scale for each block
-    that its largest number needs.
+    """Round the matrix [N, K], of any floating type, to nearest, with the scale for each block that
+    its largest number requires.
 
-    Raises ValueError for NaN, infinity and what no float16 scale reaches.
+    Raises ValueError for NaN, infinity and numbers too large for a float16 scale.
     """
     rows, columns = weight.shape
     levels = np.empty((rows, columns), np.int8)
@@ -96,10 +98,11 @@ def quantise8(weight: torch.Tensor) -> Quantised:
 
 
 def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
-    """The matrix [N, K], of any floating type, rounded to nearest, with the scale for each row that
-    its largest number needs: what is smaller has the precision that is left, and float8's own.
+    """Round the matrix [N, K], of any floating type, to nearest, with the scale for each row that
+    its largest number requires. Smaller numbers get the absolute precision that this leaves, or
+    float8's relative one.
 
-    Raises ValueError for NaN, infinity and what no float16 scale reaches.
+    Raises ValueError for NaN, infinity and numbers too large for a float16 scale.
     """
     most, dtype = _MOST[kind], np.dtype(np.int8) if kind == "int8" else FLOAT8
     levels, scales = np.empty(weight.shape, dtype), np.empty((len(weight), 1), np.float16)
@@ -113,14 +116,14 @@ def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
 
 
 def row_slices(rows: int, columns: int, numbers: int = SLICE) -> Iterator[slice]:
-    """All rows of a matrix, about that many numbers at a time."""
+    """Slices that cover all rows of a matrix, of about that many numbers each."""
     step = max(1, numbers // columns)
     for begin in range(0, rows, step):
         yield slice(begin, min(rows, begin + step))
 
 
 def _as_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] as [N, blocks, 32], made up with zeros."""
+    """[N, K] as [N, blocks, 32], padded with zeros."""
     missing = -weight.shape[1] % BLOCK
     if missing:
         weight = torch.nn.functional.pad(weight, (0, missing))
@@ -128,24 +131,25 @@ def _as_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(peak: torch.Tensor, most: float) -> torch.Tensor:
-    """float32, each a number of float16, by which the highest level reaches these magnitudes."""
+    """Scales by which the highest level represents these magnitudes: float32, rounded to
+    float16."""
     if not bool((peak <= _LARGEST * most).all()):  # NaN is not
         raise ValueError(OUT_OF_REACH)
     return (peak / most).to(torch.float16).to(torch.float32)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """0 of what is 0 in float16: of a block of zeros, or of next to nothing."""
+    """1 / scale, or 0 where the scale is 0 in float16, as for blocks of zeros or tiny numbers."""
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
 def recover(weight: torch.Tensor | Floats, bits: Bits) -> Quantised | None:
-    """Levels and scales with `dense()` equal to `weight` [N, K], of any floating type, bit for bit;
-    None where a block of 32 along K is no lattice of `bits` bits.
+    """Find levels and scales with `dense()` equal to `weight` [N, K], of any floating type, bit for
+    bit; None if some block of 32 along K has none with `bits` bits.
 
     A dequantised block is level * scale, which float32 holds exactly. So the scale is the block's
-    largest magnitude divided by the level there, and no more than 2 ** (bits - 1) levels come into
-    question.
+    largest magnitude divided by the level there, and no more than 2 ** (bits - 1) levels are
+    possible.
     """
     rows, width = weight.shape
     count = -(-width // BLOCK)
@@ -168,7 +172,7 @@ def recover(weight: torch.Tensor | Floats, bits: Bits) -> Quantised | None:
 
 
 def _as_floats(weight: torch.Tensor | Floats) -> Floats:
-    """[N, K] as float32 [N, blocks, 32], made up with zeros."""
+    """[N, K] as float32 [N, blocks, 32], padded with zeros."""
     rows, width = weight.shape
     blocks = np.zeros((rows, -(-width // BLOCK) * BLOCK), np.float32)
     blocks[:, :width] = weight.float() if isinstance(weight, torch.Tensor) else weight
@@ -178,8 +182,8 @@ def _as_floats(weight: torch.Tensor | Floats) -> Floats:
 def _search(
     values: Floats, peaks: npt.NDArray[np.int64], bits: Bits
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]] | None:
-    """Levels [B, 32] and scales [B] of all blocks; None where one has none, as one with NaN or
-    infinity. peaks: what the largest level may be, the most likely first."""
+    """Levels [B, 32] and scales [B] of all blocks; None if some block has none, for example because
+    of NaN or infinity. peaks: possible magnitudes of the largest level, most likely first."""
     lowest, highest = RANGE[bits]
     largest = np.abs(values).max(axis=1)
     levels, scales = np.zeros(values.shape, np.int8), np.zeros(len(values), np.float16)
@@ -192,7 +196,7 @@ def _search(
             exact = scale.astype(np.float32)[:, None]
             level = np.rint(values[left] / exact)
             fits = (level * exact == values[left]).all(axis=1)
-            # 4 bits reach further down than up: 8 is -8 of a negative scale.
+            # 4 bits range from -8 to 7: 8 is represented as -8 with a negative scale.
             sign = np.where(level.max(axis=1) > highest, -1, 1).astype(np.float16)
             level *= sign[:, None]
             fits &= (level.min(axis=1) >= lowest) & (level.max(axis=1) <= highest)

@@ -1,12 +1,12 @@
-"""Which matrices of 4 bits had better have 8: those that cost the model the most for their bytes.
+"""Choose the 4-bit matrices that should get 8 bits: those that cost the model most for their bytes.
 
-Rounding moves the outputs of a matrix by e = dW x for an input x. To second order the next-token
-distribution is then off by KL = E[(g . e)^2] / 2, g being the gradient of the log-likelihood of a
-token that the model draws, which is Fisher's information. One backward pass has the g of all
-matrices. The terms of g . e are squared and then added, in place of the square of their sum: it is
-less noisy over few tokens, and chose no worse (docs/LOG.md). Rows that are looked up are as few as
-tokens, and for some of them the second order would say five nats, which is far too much: there the
-sum is squared, and beyond a nat it counts linearly (Huber 1964).
+Rounding changes the outputs of a matrix by e = dW x for an input x. To second order, the next-token
+distribution then differs by KL = E[(g . e)^2] / 2, where g is the gradient of the log-likelihood of
+a token drawn from the model (Fisher's information). One backward pass gives g for all matrices. The
+terms of g . e are squared and then added, instead of squaring their sum: this is less noisy over
+few tokens, and chose no worse (docs/LOG.md). Of a table, each token looks up only one row, and for
+some rows the second order gives five nats, far too much: there the sum is squared, and counts
+linearly beyond a nat (Huber 1964).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .blocks import AT_ONCE, row_slices
 from .layers import QuantisedTable, dense
 from .quality import Texts
 
-_LARGEST = 8  # matrices that may come first
+_LARGEST = 8  # largest matrices, one or two of which may be chosen first
 
 
 class NoCosts(Exception):
-    """Of a model that has no gradients, with the reason."""
+    """The costs cannot be estimated; the message is the reason."""
 
 
 def costs(
@@ -40,17 +40,17 @@ def costs(
     layers: Mapping[str, Iterable[torch.nn.Module]],
     texts: Texts,
 ) -> dict[str, float]:
-    """What each matrix costs the quantised model, nats of KL a token, by the names of `weights`.
+    """The cost of each 4-bit matrix in the quantised model, in nats of KL per token, by name.
 
-    weights: [N, K] as they were. layers: those that have each, quantised ones. What the model's
-    parameters have of gradients is switched off. Raises NoCosts.
+    weights: the original matrices [N, K]. layers: the quantised layers that use each of them. The
+    model's parameters no longer require gradients afterwards. Raises NoCosts.
     """
     if not weights:
-        raise NoCosts("none of those that may have 8 bits is rounded to 4")
+        raise NoCosts("no matrix that may have 8 bits was rounded to 4")
     found = dict.fromkeys(weights, 0.0)
 
     def watch(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        if output.requires_grad:  # not before the first embedding
+        if output.requires_grad:  # False before the first embedding
             x, squares = inputs[0].detach(), _of_products
             if isinstance(layer, QuantisedTable):
                 squares = partial(_of_rows, made=output.detach())
@@ -67,7 +67,7 @@ def costs(
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(0)
     try:
-        for i in range(len(texts.ids)):  # of all together the logits are gigabytes
+        for i in range(len(texts.ids)):  # one by one: the logits of all would take gigabytes
             with torch.enable_grad():
                 one = texts[i : i + 1]
                 given = arguments(model, one.ids, one.sources)
@@ -86,9 +86,9 @@ def costs(
 
 
 def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:
-    """Those that cost the most for each byte that they would take, as many as there is room for; or
-    one or two of the largest and then as many, where they cost more together: an embedding of half
-    a model's bytes would wait until all others have theirs, in room that nobody uses."""
+    """The matrices with the highest cost per additional byte, as many as there is room for; or one
+    or two of the largest first and then the others, if that saves more. Otherwise an embedding with
+    half of a model's bytes might come last, and the room left for it stay unused."""
     order = sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True)
 
     def filled(first: Iterable[str]) -> list[str]:
@@ -105,14 +105,15 @@ def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -
 
 
 def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """The same, from which on gradients are kept. A copy, as some models go on in place."""
+    """The same output, from which on gradients are recorded. A copy, as some models modify it in
+    place."""
     return output.detach().requires_grad_().clone()
 
 
 def _of_products(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: Any
 ) -> float:
-    """The squares for inputs x [.., K] and gradients [.., N], added up."""
+    """The sum of the squares for inputs x [.., K] and gradients [.., N]."""
     gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
     total, (rows, columns) = 0.0, weight.shape
     for here in row_slices(rows, columns, AT_ONCE):
@@ -124,8 +125,8 @@ def _of_products(
 def _of_rows(
     gradient: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, layer: Any, made: torch.Tensor
 ) -> float:
-    """The same of rows that were looked up, which some models scale: `made`, [.., K]. Sums of the
-    products are squared, and are no squares beyond 1."""
+    """The same for rows of a table. made: the embedding's output [.., K], which some models scale.
+    The sum of a token's products is squared up to 1, and counts linearly beyond."""
     rows = dense(layer.levels[ids], layer.scales[ids].float())
     scale = made.float().norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
     lost = (rows - weight[ids].float()) * scale[..., None]

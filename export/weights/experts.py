@@ -1,4 +1,4 @@
-"""Mixtures of experts: what the experts of a layer compute, with weights of any kind."""
+"""Mixtures of experts: the computation of a layer's experts, with weights of any kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCT = "QuantizedExperts"  # a node until the graph is written in ONNX's oper
 
 
 class QuantisedExperts(torch.nn.Module):
-    """A weight of E experts, each [N, K], in the place of the parameter that it was."""
+    """A quantised weight of E experts, each [N, K], which replaces the parameter."""
 
     levels: torch.Tensor  # int8 [E N, K]
     scales: torch.Tensor  # float32 [E N, K / BLOCK, rounded up]
@@ -27,7 +27,7 @@ class QuantisedExperts(torch.nn.Module):
         self.register_buffer("scales", torch.from_numpy(weight.scales).float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """By all experts, as a node of a graph: [1 or E, T, K] -> [E, T, N]."""
+        """Product with all experts, as a node of a graph: [1 or E, T, K] -> [E, T, N]."""
         return torch.onnx.ops.symbolic(
             f"outrider::{PRODUCT}",
             [x, self.levels, self.scales],
@@ -38,13 +38,13 @@ class QuantisedExperts(torch.nn.Module):
         )
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """By one: [n, K] -> [n, N]."""
+        """Product with one expert: [n, K] -> [n, N]."""
         own = slice(expert * self.rows, (expert + 1) * self.rows)
         return layers.multiply(x, self.levels[own], self.scales[own])
 
 
 def are_experts(module: torch.nn.Module) -> bool:
-    """Whether it is what Transformers' interface for experts computes."""
+    """Whether the module holds experts that Transformers computes through its interface."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
@@ -54,12 +54,14 @@ def experts(
     top_k_index: torch.Tensor,  # int64 [T, k]
     top_k_weights: torch.Tensor,  # [T, k]
 ) -> torch.Tensor:
-    """In a graph every expert computes every token, and the routing weights leave k of them in the
-    sum: standard operators and shapes that do not depend on data, at E / k times the arithmetic.
-    `host/experts.py` has the chosen ones alone compute, where they have few bits.
+    """Compute the experts of a layer.
 
-    Outside of a graph, weights that are narrower than what they multiply are made wide for one
-    expert at a time, and only for those that are asked.
+    In a graph every expert computes every token, and the routing weights keep k of them in the sum:
+    this takes only standard operators and shapes that do not depend on data, at E / k times the
+    arithmetic. With quantised weights, `host/experts.py` reduces that to the chosen experts.
+
+    Outside of a graph, weights that are narrower than the activations are widened for one expert at
+    a time, and only for the chosen ones.
     """
     if torch.onnx.is_in_onnx_export() or getattr(self.down_proj, "dtype", 0) == hidden.dtype:
         chosen = torch.nn.functional.one_hot(top_k_index.T, self.num_experts)  # [k, T, E]
@@ -76,11 +78,12 @@ def experts(
 def quantise_experts(
     self: Any, name: str, weight: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor
 ) -> Quantised:
-    """The parameter of that name, [E N, K], to 4 bits with error feedback. hidden [T, H],
-    chosen [T, k]: what the experts are about to compute.
+    """Quantise the parameter of that name, [E N, K], to 4 bits with error feedback. hidden [T, H],
+    chosen [T, k]: the inputs of the experts.
 
-    The first products of all experts are weighed by all tokens, the last ones by what their own
-    expert makes of its own tokens: all tokens' are worse there, also where few are its own.
+    The first products of all experts are weighted by all tokens. The last product of an expert is
+    weighted by the intermediate values of the tokens routed to it: using all tokens gives worse
+    results there, even if few tokens are routed to the expert.
     """
     if name != "down_proj":
         return quantise4(weight, factor(hidden))
@@ -96,13 +99,13 @@ def quantise_experts(
 
 
 def _compute(self: Any, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
-    """By all experts, [1, T, H] -> [E, T, H], or by one, [n, H] -> [n, H]."""
+    """Apply all experts, [1, T, H] -> [E, T, H], or one, [n, H] -> [n, H]."""
     out = _product(self, _inner(self, x, expert), "down_proj", expert)
     return self.post_expert_norm(out) if self.has_post_expert_norm else out
 
 
 def _inner(self: Any, x: torch.Tensor, expert: int | None) -> torch.Tensor:
-    """What the last product reads."""
+    """The input of the last product."""
     if self.has_gate:
         inner: torch.Tensor = self._apply_gate(_product(self, x, "gate_up_proj", expert))
     else:

@@ -1,11 +1,11 @@
-"""Rounding to 4 bits, with error feedback: what a column of a matrix loses, the columns behind it
-make good.
+"""Round to 4 bits with error feedback: later columns of a matrix compensate the error of earlier
+ones.
 
-GPTQ (Frantar et al. 2022, arXiv 2210.17323): with inputs x of a product W x, the error that counts
-is E[|dW x|^2], which the matrix E[x x^T] alone decides. The inputs come from text that the model
-itself wrote, so nobody has to bring data. What is done number by number, and the scales, are
-liboutrider's (plugins/cpu/outrider_rounding.cpp): as small operations of torch it all took twice
-as long with two threads as with one.
+GPTQ (Frantar et al. 2022, arXiv 2210.17323): for inputs x of a product W x, the error to minimise
+is E[|dW x|^2], which depends on x only through the matrix E[x x^T]. The inputs come from text that
+the model itself generates, so no calibration data is needed. The elementwise work, including the
+choice of scales, is in liboutrider (plugins/cpu/outrider_rounding.cpp): as small operations of
+torch it took twice as long with two threads as with one.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from runtime.files.library import find_library
 
 from .blocks import BLOCK, OUT_OF_REACH, Quantised
 
-# Of the mean of the diagonal, added to it: what was never seen in the inputs may occur.
+# This share of the diagonal's mean is added to it, for directions that the inputs did not contain.
 _DAMPING = 0.01
-_ROWS = 8192  # of a matrix at a time; they have nothing to do with each other
-_COLUMNS = 512  # of E[x x^T] at a time
-_BAD_PARAMETER = 2  # of outrider.h
-_PANEL = 256  # columns whose errors the ones behind all of them are told together
+_ROWS = 8192  # rows of a matrix at a time; they are independent
+_COLUMNS = 512  # columns of E[x x^T] at a time
+_BAD_PARAMETER = 2  # a status of outrider.h
+_PANEL = 256  # columns whose errors are passed on together to all later columns
 
 
 def factor(inputs: torch.Tensor) -> torch.Tensor:
-    """How the errors of earlier columns weigh on a later one, for inputs [T, K]: float32 [K, K],
-    upper triangular with ones on its diagonal.
+    """The weights of earlier columns' errors in a later column, for inputs [T, K]: float32 [K, K],
+    upper triangular with a unit diagonal.
 
-    It is R of E[x x^T] = R D R^T, damped. Errors d of a row cost |d R D^1/2|^2, of which column j
-    has d_j + sum_{i<j} d_i R_ij: this says which d_j is best. It needs no inverse of that matrix,
-    which GPTQ's own form does, and takes the same decisions (Chen et al. 2025, arXiv 2507.18553).
+    It is R in E[x x^T] = R D R^T, damped. Errors d of a row cost |d R D^1/2|^2, to which column j
+    contributes d_j + sum_{i<j} d_i R_ij: this determines the best d_j. Unlike GPTQ's own form, it
+    does not need the inverse of E[x x^T], and it makes the same decisions (Chen et al. 2025, arXiv
+    2507.18553).
     """
     for dtype in (torch.float32, torch.float64):
-        x = inputs.to(dtype).flip(1)  # turned round, as Cholesky's factor is a lower one
+        x = inputs.to(dtype).flip(1)  # reversed, as the Cholesky factor is lower triangular
         hessian = x.new_zeros(x.shape[1], x.shape[1])
-        for begin in range(0, len(hessian), _COLUMNS):  # its lower triangle is all that is read
+        for begin in range(0, len(hessian), _COLUMNS):  # only its lower triangle is read
             end = begin + _COLUMNS
             torch.mm(x[:, begin:].T, x[:, begin:end], out=hessian[begin:, begin:end])
         diagonal = hessian.diagonal()
         diagonal += _DAMPING * diagonal.mean() + 1e-12
         lower, failed = torch.linalg.cholesky_ex(hessian)
-        if not failed and bool(lower.diagonal().isfinite().all()):  # which has a row's squares
+        if not failed and bool(lower.diagonal().isfinite().all()):  # it sums the squares of a row
             break
     del hessian
     lower /= lower.diagonal().clone()
@@ -57,11 +58,11 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def quantise4(weight: torch.Tensor, factor: torch.Tensor | None = None) -> Quantised:
-    """The matrix [N, K], of any floating type, for inputs with this `factor` [K, K]; None has each
-    number rounded for itself.
+    """Round the matrix [N, K], of any floating type, for inputs with this `factor` [K, K]; with
+    None, each number is rounded separately.
 
-    A block's scales are chosen when it is its turn, for what its columns have to be by then.
-    Raises ValueError for NaN, infinity and what no float16 scale reaches, and as `load_rounding`.
+    The scales of a block are chosen after the errors of earlier columns were added to it. Raises
+    ValueError for NaN, infinity and numbers too large for a float16 scale, and as `load_rounding`.
     """
     rows, columns = weight.shape
     levels = np.empty((rows, columns), np.int8)
@@ -73,16 +74,16 @@ def quantise4(weight: torch.Tensor, factor: torch.Tensor | None = None) -> Quant
 
 
 def _quantise_rows(
-    weight: torch.Tensor,  # which may be made for it
+    weight: torch.Tensor,  # may be computed on access
     factor: torch.Tensor | None,
-    levels: npt.NDArray[np.int8],  # to be written, as the scales
-    scales: npt.NDArray[np.float16],
+    levels: npt.NDArray[np.int8],  # output
+    scales: npt.NDArray[np.float16],  # output
 ) -> None:
     rows, columns = weight.shape
     owed = torch.zeros(0 if factor is None else columns, rows, dtype=torch.float32)
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
-        panel = torch.empty(last - first, rows, dtype=torch.float32)  # a column is a row in memory
+        panel = torch.empty(last - first, rows, dtype=torch.float32)  # columns are contiguous
         panel.copy_(weight[:, first:last].T)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
@@ -101,11 +102,11 @@ def _quantise_rows(
 
 def _round(
     wanted: torch.Tensor,  # float32 [columns, N]
-    numbers: torch.Tensor,  # float32 [columns, N]; what rounding takes from them comes back
+    numbers: torch.Tensor,  # float32 [columns, N]; replaced by their rounding errors
     inverse: torch.Tensor | None,  # float32 [columns, columns]
-    levels: npt.NDArray[np.int8],  # [N, columns], to be written
+    levels: npt.NDArray[np.int8],  # [N, columns], output
 ) -> torch.Tensor:
-    """The scales, float32 [N]."""
+    """Round one block of columns, and return its scales, float32 [N]."""
     columns, rows = wanted.shape
     scales = torch.empty(rows, dtype=torch.float32)
     status = load_rounding()(
@@ -121,14 +122,14 @@ def _round(
 
 @functools.cache
 def load_rounding() -> Any:
-    """`outrider_round4` of liboutrider. Raises OutriderError "backend" where it is not there."""
-    library, remedy = find_library(), "Install a C++ compiler, and type make plugins."
+    """`outrider_round4` of liboutrider. Raises OutriderError "backend" if it is missing."""
+    library, remedy = find_library(), "Install a C++ compiler, and run make plugins."
     if library is None:
-        cause = "weights of few bits need liboutrider, which was not compiled"
+        cause = "quantised weights need liboutrider, which was not compiled"
         raise OutriderError("backend", cause, remedy)
     try:
         rounding = ctypes.CDLL(str(library)).outrider_round4
-    except (OSError, AttributeError) as error:  # another platform's, or an older one
+    except (OSError, AttributeError) as error:  # built for another platform, or an older version
         cause = f"{library.name} cannot round weights ({first_line(error)})"
         raise OutriderError("backend", cause, remedy) from None
     pointer, long, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

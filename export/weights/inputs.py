@@ -1,4 +1,4 @@
-"""What each matrix of a model sees when the model reads texts, and how much each token counts."""
+"""The inputs of each matrix while the model reads texts, and the weight of each token."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ Take = Callable[[str, Callable[[torch.Tensor], Quantised]], None]
 
 
 class Reader:
-    """A model that reads texts, each of whose matrices is quantised when its inputs are there.
+    """Runs a model on texts, and quantises each matrix as soon as its inputs are known.
 
-    What a value is wrong by comes out of an attention as often as its token is attended to, and in
-    trained models much of that may be a text's first token (Xiao et al. 2023, arXiv 2309.17453),
-    one input of many. So a token counts that much for the matrices that an attention reads by.
-    Queries have no such reason; counting for them too was no worse (docs/LOG.md), and leaves one
-    factor for all, and for matrices that are several of these in one.
+    The error of a value reaches an attention's output in proportion to the attention that its token
+    gets. In trained models much of that goes to a text's first token (Xiao et al. 2023, arXiv
+    2309.17453), one input of many. So each token is weighted by the attention that it gets, for the
+    matrices whose outputs enter the attention. For queries there is no such reason, but weighting
+    them too was no worse (docs/LOG.md), and lets all of them share one factor, also if one matrix
+    combines several.
 
-    waiting: paths by the name of each matrix. take: puts what it is given a way to make.
+    waiting: paths by the name of each matrix. take: replaces a matrix, given its name and a
+    function that quantises it.
     """
 
     def __init__(self, model: PreTrainedModel, waiting: dict[str, list[str]], take: Take):
         self._model, self._waiting, self._take = model, waiting, take
-        # Inputs, what each token counts, and their factor: queries, keys and values share theirs.
+        # Inputs, weights of the tokens, and the factor, which queries, keys and values share.
         self._last: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
-        # Which layer attends, to what, and how much to each of its tokens.
+        # The attention layer, its input, and the attention that each token of the input gets.
         self._attended: tuple[Any, Any, torch.Tensor] | None = None
         self._ahead = False
 
     def read(self, texts: Texts) -> torch.Tensor | None:
-        """What the model's output matrix sees of them, [T, K], where that can be known."""
+        """Run the model on the texts; returns its last hidden states, [T, K], which are usually the
+        inputs of the output matrix, or None if it returns none."""
         hooks, attentions = [], set()
         for name, paths in self._waiting.items():
             for owner, child in (owner_of(self._model, path) for path in paths):
@@ -50,7 +53,7 @@ class Reader:
                     continue
                 hook = partial(self._quantise, name, owner)
                 hooks.append(getattr(owner, child).register_forward_pre_hook(hook))
-                if "Attention" in type(owner).__name__:  # as Transformers calls them
+                if "Attention" in type(owner).__name__:  # Transformers' naming convention
                     attentions.add(owner)
         for layer in attentions:
             hooks.append(layer.register_forward_pre_hook(self._look_ahead, with_kwargs=True))
@@ -77,7 +80,7 @@ class Reader:
             self._last = x, counts, factor(rows)
         seen = self._last[2]
         self._take(name, lambda weight: quantise4(weight, seen))
-        # In this call it is the old module that computes.
+        # In this call the old module still computes the product.
         made: Any = self._model.get_submodule(self._waiting[name][0])
         weight = made.weight.T if isinstance(module, Conv1D) else made.weight
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -90,8 +93,9 @@ class Reader:
         self._take(name, make)
 
     def _look_ahead(self, layer: Any, args: Any, options: dict[str, Any]) -> None:
-        """See whom the layer attends to, before any of its matrices is quantised."""
-        # XLM writes to its cache whether one is wanted or not.
+        """Determine the attention that each token gets, before the layer's matrices are
+        quantised."""
+        # XLM writes to its cache even if none is wanted.
         given = {**options, "cache": None} if "cache" in options else options
         self._ahead = True
         try:
@@ -109,15 +113,15 @@ class Reader:
 
 
 def owner_of(model: PreTrainedModel, path: str) -> tuple[Any, str]:
-    """What has the module or the parameter at this path, and under which name."""
+    """The owner of the module or parameter at this path, and the name in it."""
     parent, _, child = path.rpartition(".")
     return model.get_submodule(parent), child
 
 
 def _attention_got(made: Any) -> torch.Tensor | None:
-    """The attention that each token gets in all, float32 [B S], of what a layer of attention gives
-    back. Transformers' eager attention has its probabilities there, [B, H, N, S]; in that place
-    others have a state, or nothing."""
+    """The total attention that each token gets, float32 [B S], from the output of an attention
+    layer; None if unknown. Transformers' eager attention returns its probabilities, [B, H, N, S];
+    other layers return a state in that place, or nothing."""
     found = [part for part in made if isinstance(part, torch.Tensor) and part.dim() == 4]
     if not found or found[-1].min() < 0 or not found[-1].sum(-1).max() < 1.01:
         return None

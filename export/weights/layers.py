@@ -1,4 +1,4 @@
-"""The layers of a model with quantised weights: as torch computes them, and as a graph."""
+"""Layers with quantised weights: computed by torch, and as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from .blocks import BLOCK, FLOAT8, Quantised, sharing
 
-# Nodes until the graph is written in ONNX's operators: one of plugins/onnxruntime, and the dense
-# matrix of levels and scales.
+# Nodes until the graph is rewritten in ONNX's operators: a product, which is also an operator of
+# plugins/onnxruntime, and the dense matrix of levels and scales.
 PRODUCT, TABLE = "QuantizedMatMul", "QuantizedTable"
-_PIECE = 1 << 20  # numbers of a matrix that are made at a time: what caches hold
+_PIECE = 1 << 20  # numbers of a matrix to dequantise at a time, which fit into caches
 _rounds_activations = _rounds_as_stored = False
 
 
@@ -37,7 +37,7 @@ class QuantisedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K], made when it is asked for."""
+        """[N, K], dequantised on access."""
         return dense(self.levels, self.scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class QuantisedLinear(torch.nn.Module):
             y = torch.onnx.ops.symbolic(
                 f"outrider::{PRODUCT}",
                 [x, self.levels, self.scales],
-                {"bits": [self.bits]},  # of each matrix, if there are to be two side by side
+                {"bits": [self.bits]},  # a list, as two matrices may be packed into one product
                 dtype=x.dtype,
                 shape=(*x.shape[:-1], self.levels.shape[0]),
                 version=1,
@@ -56,15 +56,15 @@ class QuantisedLinear(torch.nn.Module):
 
 
 def multiply(x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[.., K] by levels and scales [N, ..]: [.., N]."""
+    """Multiply x [.., K] by levels and scales [N, ..]: [.., N]."""
     x = rounded(x) if _rounds_activations else x
     product: torch.Tensor = _Product.apply(x, partial(dense, levels, scales), None)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + bias, [.., N], of a W that is made for it, and once more for a gradient: kept until
-    then, all of them are the dense model."""
+    """x W^T + bias, [.., N], with a W that is dequantised for it, and again for the gradient:
+    keeping all of them until then would take the memory of the dense model."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, make: Callable[[], torch.Tensor], bias: Any) -> Any:
@@ -77,11 +77,11 @@ class _Product(torch.autograd.Function):
 
 
 class Table(torch.Tensor):
-    """A matrix of which rows are made when they are looked up, or multiplied by. Its type and sizes
-    cost nothing, and whoever asks for anything else has the whole made."""
+    """A matrix whose rows are dequantised when they are looked up or multiplied by. Its type and
+    sizes are free; any other operation dequantises the whole matrix."""
 
-    _rows: Callable[[Any], torch.Tensor]  # a slice, or numbers [..] -> [.., K]
-    _narrow: torch.Tensor | None  # the whole as it is stored, if in 16 bits
+    _rows: Callable[[Any], torch.Tensor]  # from a slice, or row numbers [..], to rows [.., K]
+    _narrow: torch.Tensor | None  # the whole matrix as stored, if that is in 16 bits
 
     @staticmethod
     def of(
@@ -123,12 +123,12 @@ _OF_SHAPE = {
     _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_floating_point,
     _TENSOR.size, _TENSOR.dim, _TENSOR.numel, _TENSOR.__len__,
 }  # fmt: skip
-_ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # what a parameter has to be able to
+_ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # operations that a parameter needs
 
 
 def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [.., K] -> x W^T + bias, [.., N]. Of whole multiples of 16 rows, and no few at the end, MKL
-    makes the bits that it makes of all of them at once."""
+    """x [.., K] -> x W^T + bias, [.., N], some rows of W at a time. With pieces of a multiple of 16
+    rows, and no small one at the end, MKL gives bitwise the same result as for all rows at once."""
     narrow = table._narrow
     if _rounds_as_stored and narrow is not None and narrow.dtype == torch.bfloat16:
         product = torch.nn.functional.linear(x.to(narrow.dtype), narrow).to(x.dtype)
@@ -144,7 +144,7 @@ def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) 
 
 
 class QuantisedTable(torch.nn.Embedding):
-    """What an embedding becomes beside what it is, for its class may do more than look up."""
+    """Mixed into the class of a quantised embedding, which may do more than look up rows."""
 
     levels: torch.Tensor  # int8 or float8 [V, K]
     scales: torch.Tensor  # float16 [V, K / BLOCK, rounded up] or [V, 1]
@@ -167,8 +167,8 @@ class QuantisedTable(torch.nn.Embedding):
 
 
 def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
-    """Give the linear layer or embedding at this path its quantised weight, and let go of the dense
-    one, or another quantised one. An embedding stays what it is; its table is computed.
+    """Replace the weight of the linear layer or embedding at this path, dense or quantised, by this
+    one. An embedding keeps its class; its table is dequantised on access.
     """
     module: Any = model.get_submodule(path)
     again = isinstance(module, QuantisedLinear | QuantisedTable)
@@ -188,7 +188,7 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 
 def dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
+    """Levels times scales, in the scales' dtype, without other temporaries of this size."""
     matrix, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
     whole = levels.shape[-1] // width
     blocks = torch.unflatten(matrix[..., : whole * width], -1, (whole, width))
@@ -204,7 +204,7 @@ def _levels(weight: Quantised) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x [.., K] as liboutrider multiplies it: rounded to 8 bits in blocks (outrider_product.h)."""
+    """x [.., K] rounded to 8 bits in blocks, as in liboutrider's products (outrider_product.h)."""
     *rows, columns = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK))
     blocks = padded.reshape(*rows, -1, BLOCK)
@@ -216,7 +216,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def rounding_activations() -> Iterator[None]:
-    """Within it the layers compute as liboutrider does."""
+    """Within the context, layers round activations as liboutrider does."""
     global _rounds_activations
     _rounds_activations = True
     try:
@@ -227,8 +227,8 @@ def rounding_activations() -> Iterator[None]:
 
 @contextmanager
 def rounding_as_stored() -> Iterator[None]:
-    """Within it a matrix that is stored in bfloat16 is multiplied by in bfloat16, where the
-    processor has instructions for that: four to five times as fast."""
+    """Within the context, products with a matrix that is stored in bfloat16 are computed in
+    bfloat16, if the processor has instructions for that: four to five times as fast."""
     global _rounds_as_stored
     _rounds_as_stored = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     try:
@@ -239,7 +239,7 @@ def rounding_as_stored() -> Iterator[None]:
 
 @contextmanager
 def in_double(model: PreTrainedModel) -> Iterator[None]:
-    """Within it a quantised model of float32 computes in float64; levels stay as they are."""
+    """Within the context, a quantised float32 model computes in float64; levels stay unchanged."""
     tables = [module for module in model.modules() if isinstance(module, QuantisedTable)]
     model.double()
     for table in tables:

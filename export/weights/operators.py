@@ -1,4 +1,4 @@
-"""Products with quantised weights in ONNX's operators, for all backends, and in our own."""
+"""Express products with quantised weights in ONNX's operators, for all backends, or in our own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .layers import PRODUCT, TABLE
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"
-PANEL = 16  # outputs that lie side by side: see outrider_product.h
+PANEL = 16  # outputs that are interleaved in memory: see outrider_product.h
 
 
 class InPieces(ir.LazyTensor):
-    """A tensor that is made and written some rows at a time. make: of a slice of the first axis."""
+    """A tensor that is computed and written some rows at a time. make: computes a slice of the
+    first axis."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class InPieces(ir.LazyTensor):
 
 
 def dense_tables(model: ir.Model) -> None:
-    """Replace the computed tables of embeddings by dense ones, in place: ONNX has no look-up of
-    rows of levels. They are made only while they are written."""
+    """Replace the quantised tables of embeddings by dense ones, in place, as ONNX cannot look up
+    rows of levels. The dense tables are computed only while they are written."""
     for node in [node for node in model.graph if node.op_type == TABLE]:
         levels, scales = map(_weight, node.inputs)
         table = node.outputs[0]
@@ -66,8 +67,8 @@ def _dense_rows(
 
 
 def dequantise_linear(model: ir.Model) -> None:
-    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place; those by
-    matrices of 4 and of 8 bits side by side by one of each, and Concat."""
+    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place. A product
+    with 4-bit and 8-bit matrices becomes one of each, and a Concat."""
     for node in [node for node in model.graph if node.op_type in (PRODUCT, EXPERTS)]:
         x, *matrices = node.inputs
         bits, experts = node.attributes["bits"].as_ints(), node.attributes.get_int("experts", 0)
@@ -87,7 +88,8 @@ def dequantise_linear(model: ir.Model) -> None:
 def _dequantise(
     model: ir.Model, levels: ir.Value, scales: ir.Value, bits: int, experts: int
 ) -> ir.Node:
-    """The matrix, as it is multiplied by. The scales belong to blocks along K, or to outputs."""
+    """The DequantizeLinear that gives the matrix [K, N]. Scales belong to blocks along K, or to
+    outputs."""
     assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
     (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
     dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
@@ -115,16 +117,16 @@ def _turned(
     experts: int = 0,
     sizes: list[int] | None = None,
 ) -> ir.Value:
-    """The transposed initializer, materialised only while it is written. Each product has one of
-    its own: ONNX Runtime does not fuse those that share one. experts: [E N, K] becomes [E, K, N].
-    sizes: its shape, if not [K, N]."""
+    """The transposed initializer, materialised only while it is written. Each product gets its own:
+    ONNX Runtime does not fuse products that share one. experts: if not 0, [E N, K] becomes
+    [E, K, N]. sizes: its shape, if not [K, N]."""
     tensor = value.const_value
     assert tensor is not None and dtype is not None and value.name is not None
     rows, columns = tensor.shape.numpy()
     many = [experts] if experts else []
     shape = ir.Shape(sizes or [*many, columns, rows // (experts or 1)])
     name, number = f"{value.name}.T", 1
-    while name in model.graph.initializers:  # torch makes one of two that are equal
+    while name in model.graph.initializers:  # torch merges equal tensors into one
         name, number = f"{value.name}.{number}.T", number + 1
 
     def materialise() -> ir.TensorProtocol:
@@ -137,8 +139,8 @@ def _turned(
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A weight as `dequantise_linear` wrote it: levels [K, N] and scales [K / BLOCK, N], of experts
-    [E, K, N] and [E, K / BLOCK, N]."""
+    """A weight as written by `dequantise_linear`: levels [K, N] and scales [K / BLOCK, N], or
+    [E, K, N] and [E, K / BLOCK, N] for experts."""
 
     levels: ir.TensorProtocol
     scales: ir.TensorProtocol
@@ -149,7 +151,7 @@ class StoredMatrix:
 
     @property
     def experts(self) -> int:
-        """0 of what is no experts'."""
+        """The number of experts, or 0 for other weights."""
         many, *_ = self.levels.shape.numpy()
         return many if len(self.levels.shape) == 3 else 0
 
@@ -164,7 +166,7 @@ class StoredMatrix:
         return -(-self.sizes[0] // PANEL) * max(1, self.experts)
 
     def read(self, rows: slice = slice(None)) -> Quantised:
-        """Of experts all together, where each begins a panel."""
+        """These rows of the matrix. Experts are concatenated, each padded to whole panels."""
         levels, scales = (self._rows(part)[rows] for part in (self.levels, self.scales))
         return Quantised(levels.astype(np.int8), scales.astype(np.float16), self.bits)
 
@@ -177,9 +179,9 @@ class StoredMatrix:
 
 
 def own_operators(model: ir.Model) -> int:
-    """Replace what `dequantise_linear` wrote, and the embedding, whose table is dense but lies on
-    levels too, by liboutrider's operators, in place; but for experts. Returns how many products
-    there were, experts' too."""
+    """Replace the products of `dequantise_linear`, except those of experts, and the embedding (its
+    table is dense, but was computed from levels) by liboutrider's operators, in place. Returns the
+    number of products, including those of experts."""
     found = [(node, stored) for node in model.graph if (stored := stored_of(node)) is not None]
     products = [(node, stored) for node, stored in found if not stored.experts]
     tables = [
@@ -209,7 +211,8 @@ def own_operators(model: ir.Model) -> int:
 
 
 def _put_side_by_side(model: ir.Model) -> None:
-    """Products of one x, with 4 bits and with 8, one behind the other, in one node."""
+    """Merge a 4-bit and an 8-bit product of the same x, whose outputs are concatenated, into one
+    node."""
     for concat in [node for node in model.graph if node.op_type == "Concat"]:
         parts = [made_by(value, PRODUCT) for value in concat.inputs]
         alone = [part for part in parts if part and _has_one_matrix_and_use(part)]
@@ -234,7 +237,7 @@ def _sizes(product: ir.Node) -> list[int]:
 
 
 def stored_of(product: ir.Node) -> StoredMatrix | None:
-    """The weight of a product with few bits; None for what is none."""
+    """The quantised weight of a product; None if the node is no such product."""
     source = made_by(product.inputs[1], "DequantizeLinear") if product.op_type == "MatMul" else None
     if source is None:
         return None
@@ -254,10 +257,10 @@ def _is_table(table: ir.TensorProtocol, stored: StoredMatrix) -> bool:
 
 
 def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.Value]:
-    """The initializers of one of our operators, made only while they are written."""
+    """The initializers of one of our operators, computed only while they are written."""
     _, columns = stored.sizes
     panels, blocks = stored.panels, -(-columns // BLOCK)
-    # Of experts every piece would turn them all.
+    # For experts all at once, as every piece would transpose all of them.
     at_once = panels if stored.experts else AT_ONCE // (columns * PANEL)
 
     def make(here: slice, pack: Callable[[Quantised], npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -291,27 +294,28 @@ def _put(
 
 
 def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
-    """A node in the place of another; what it makes has the other's name."""
+    """Replace a node by another, whose output takes over the name."""
     model.graph.insert_before(old, new)
     put(old.outputs[0], new.outputs[0])
     model.graph.remove(old, safe=True)
 
 
 def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new weight, or constant, of the graph."""
+    """Add a weight or constant to the graph."""
     value = ir.val(tensor.name, const_value=tensor)
     model.graph.register_initializer(value)
     return value
 
 
 def constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    """The graph's constant of this name, made where it is not there."""
+    """The graph's constant of this name, which is added if it is missing."""
     found = model.graph.initializers.get(name)
     return initializer(model, ir.tensor(array, name=name)) if found is None else found
 
 
 def made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
-    """The node of this kind that makes a value, before those of other kinds."""
+    """The node of this kind that computes a value, directly or followed by nodes of the kinds
+    `through`; None if there is none."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in through:
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -319,26 +323,26 @@ def made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
 
 
 def turns(node: ir.Node | None, *permutation: int) -> bool:
-    """Whether it is a Transpose to these axes."""
+    """Whether the node is a Transpose with this permutation."""
     if node is None or node.op_type != "Transpose":
         return False
     return tuple(node.attributes["perm"].as_ints()) == permutation
 
 
 def put(old: ir.Value, new: ir.Value) -> None:
-    """A value in the place of another, under its name."""
+    """Replace a value by another, which takes over its name."""
     new.shape, new.type = old.shape, old.type
     new.name, old.name = old.name, f"{old.name}.before"
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 def packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
-    """Levels as outrider_product.h describes them, [panels, blocks, 64 bits]."""
+    """Levels in the layout of outrider_product.h, [panels, blocks, 64 * bits]."""
     rows, columns = weight.levels.shape
     panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
     levels = np.full((panels * PANEL, blocks * BLOCK), 1 << (weight.bits - 1), np.uint8)
-    levels[:rows, :columns] += weight.levels.view(np.uint8)  # modulo 256, as meant
-    # [panel, lane, block, number] with the numbers of a block by vector, half and place in it.
+    levels[:rows, :columns] += weight.levels.view(np.uint8)  # modulo 256, as intended
+    # [panel, lane, block, number], with a block's numbers split into vector, half and place.
     apart = levels.reshape(panels, PANEL, blocks, weight.bits, -1, 4).transpose(0, 2, 3, 1, 4, 5)
     if weight.bits == 4:
         apart = apart[..., 0, :] | apart[..., 1, :] << 4
@@ -346,7 +350,7 @@ def packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
 
 
 def packed_scales(weight: Quantised) -> npt.NDArray[np.float16]:
-    """Scales likewise, [panels, blocks, PANEL]."""
+    """Scales in the same layout, [panels, blocks, PANEL]."""
     rows, blocks = weight.scales.shape
     panels = -(-rows // PANEL)
     scales = np.zeros((panels * PANEL, blocks), np.float16)

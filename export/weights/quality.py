@@ -1,5 +1,5 @@
-"""What quantising costs: how far the quantised model's next-token distributions are from the full
-model's, on text that the user gives or that the full model itself wrote."""
+"""Measure the loss from quantising: how far the quantised model's next-token distributions are from
+the full model's, on text that the user provides or that the full model itself generates."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .layers import rounding_as_stored
 
 # Nats of mean KL. Rounding costs the bundled pair some 0.0001 with int8, 0.001 with fp8 and 0.001
 # to 0.02 with int4, and trained models of 135 and 270 M parameters 0.002 to 0.007 with int8 and 0.1
-# to 0.2 with int4. What is far beyond was not rounded but broken, or cannot be rounded like this.
+# to 0.2 with int4. Far beyond these values the model is broken, or cannot be rounded like this.
 BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 
-SOUNDS = 4  # that a model which hears is measured on: each is half a minute of an encoder's work
-_ROWS = 16  # that float64 copies are made of at a time
+SOUNDS = 4  # audio inputs to measure on: each takes an encoder half a minute
+_ROWS = 16  # rows of logits to copy to float64 at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Said = Callable[[str], None]
 
 
 def silent(said: str) -> None:
-    """For who does not want to know."""
+    """Ignore progress messages."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """ids: int64 [texts, T]. sources: of each, where there is an encoder: ids [texts, E] or
+    """ids: int64 [texts, T]. sources: one for each text, if there is an encoder: ids [texts, E] or
     features [texts, F, T]."""
 
     ids: torch.Tensor
@@ -45,18 +45,18 @@ class Texts:
         return Texts(self.ids[which], None if self.sources is None else self.sources[which])
 
     def cut(self, length: int) -> Texts:
-        """The same of fewer tokens."""
+        """The same texts, cut to this many tokens."""
         return Texts(self.ids[:, :length], self.sources)
 
     @property
     def one_by_one(self) -> Sequence[torch.Tensor]:
-        """The sources, as `compare.logits` takes them."""
+        """The sources as arguments of `compare.logits`."""
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
 def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) -> Texts:
-    """Texts of a model that reads text, if anything: what it writes. What an encoder reads, it has
-    written too, about random tokens."""
+    """Generate texts by a model without an encoder, or with one for text. The encoder's sources are
+    generated too, from random tokens as their source."""
     if not model.config.is_encoder_decoder:
         return Texts(sample(model, texts, length, said=said))
     random = torch.Generator().manual_seed(0)
@@ -68,8 +68,8 @@ def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) 
 def write_about(
     model: PreTrainedModel, sources: torch.Tensor, length: int, said: Said = silent
 ) -> Texts:
-    """What the model writes about these. One by one, where they are sounds: what a slot keeps of
-    one is hundreds of megabytes of a large model."""
+    """Generate a text for each of these sources. Audio is processed one by one, as a large model
+    caches hundreds of megabytes for each."""
     together = len(sources) if not sources.is_floating_point() else 1
     parts = [
         sample(model, len(part), length, seed, part, said)
@@ -79,7 +79,7 @@ def write_about(
 
 
 def noise(features: FeatureFacts) -> torch.Tensor:
-    """Sounds to measure on, float32 [SOUNDS, F, T]: of the scale that features have."""
+    """Random audio features to measure on, float32 [SOUNDS, F, T], with the scale of real ones."""
     random = torch.Generator().manual_seed(0)
     return torch.randn(SOUNDS, features.feature_size, features.frames, generator=random)
 
@@ -89,13 +89,13 @@ def sample(
     texts: int,
     length: int,
     seed: int = 0,
-    sources: torch.Tensor | None = None,  # of each text, where there is an encoder
-    said: Said = silent,  # hears how far it is
+    sources: torch.Tensor | None = None,  # one per text, if there is an encoder
+    said: Said = silent,  # receives progress messages
 ) -> torch.Tensor:
-    """Texts that the model writes at temperature 1: token ids int64 [texts, length].
+    """Sample texts from the model at temperature 1: token ids int64 [texts, length].
 
-    Each begins with the model's first token, or with a random one where it has none, and goes on
-    behind an end. All are written side by side, so a step reads the weights once.
+    Each begins with the model's first token, or with a random one if it has none, and continues
+    after an end-of-text token. All are generated as one batch, so a step reads the weights once.
     """
     random = torch.Generator().manual_seed(seed)
     first, name, inputs = first_token(model), "input_ids", {}
@@ -109,13 +109,13 @@ def sample(
     else:
         ids[:, 0] = torch.randint(width(model), (texts,), generator=random)
     cache = None
-    with torch.inference_mode(), rounding_as_stored():  # any text about as likely will do
+    with torch.inference_mode(), rounding_as_stored():  # any text of similar probability will do
         for i in range(1, length):
             said(f"token {i + 1} of {length}")
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
             output = model(**inputs, **last, use_cache=True)
             cache = output.past_key_values
-            # Not by `multinomial`, which draws V numbers a text.
+            # Not by `multinomial`, which draws V random numbers per text.
             below = output.logits[:, -1].float().softmax(-1).cumsum(-1)
             drawn = torch.rand(texts, 1, generator=random) * below[:, -1:]
             found = torch.searchsorted(below, drawn, right=True)[:, 0]
@@ -124,11 +124,11 @@ def sample(
 
 
 def measure(slices: Iterable[Slice]) -> Quality:
-    """The quality over all tokens of the slices.
+    """Measure the quality over all tokens of the slices.
 
-    A slice is full logits [T, V], quantised ones [T, V] and the tokens that really follow, int64
-    [T]. KL is KL(full || quantised). Raises OutriderError "numeric" where a logit is NaN or
-    infinite.
+    A slice is the full model's logits [T, V], the quantised model's [T, V], and the tokens that
+    actually follow, int64 [T]. KL is KL(full || quantised). Raises OutriderError "numeric" if a
+    logit is NaN or infinite.
     """
     columns: list[torch.Tensor] = []
     pieces = (
@@ -144,7 +144,7 @@ def measure(slices: Iterable[Slice]) -> Quality:
         columns.append(torch.stack([kl, same, *losses]))
     rows = torch.cat(columns, dim=1)
     if not torch.isfinite(rows).all():
-        cause = "the quantised model says NaN or infinity"
+        cause = "the quantised model returns NaN or infinity"
         raise OutriderError("numeric", cause, "Build without WEIGHTS.")
     kl, top1, loss, full_loss = rows.mean(1).tolist()
     tokens = rows.shape[1]
@@ -153,12 +153,12 @@ def measure(slices: Iterable[Slice]) -> Quality:
 
 
 def windows(ids: Sequence[int], length: int, most: int, first: int | None = None) -> torch.Tensor:
-    """A text's tokens as int64 [at most `most`, length]: what does not fill a window is left out,
-    unless it is all there is. first: a token that each begins with, besides. Raises OutriderError
-    "option" for less than two tokens."""
+    """Split a text's tokens into windows, int64 [at most `most`, length]. A last partial window is
+    dropped, unless it is the only one. first: a token to put in front of each. Raises OutriderError
+    "option" for fewer than two tokens."""
     if len(ids) < 2:
-        cause = f"the text to measure the quality on has {len(ids)} token"
-        raise OutriderError("option", cause, "Give a longer one with TEXT, or none.")
+        cause = f"the text to measure the quality on has fewer than 2 tokens: {len(ids)}"
+        raise OutriderError("option", cause, "Give a longer TEXT, or leave it out.")
     begun = [] if first is None else [first]
     length = max(1, min(length - len(begun), len(ids)))
     count = min(most, len(ids) // length)
@@ -167,7 +167,7 @@ def windows(ids: Sequence[int], length: int, most: int, first: int | None = None
 
 
 def describe(quality: Quality) -> str:
-    """One line for the screen."""
+    """One line for progress output."""
     return (
         f"KL {quality.kl:.5f} ± {quality.kl_error:.5f} nats, top-1 {100 * quality.top1:.1f} %"
         f", perplexity {quality.perplexity:.2f} (full {quality.full_perplexity:.2f})"
@@ -178,7 +178,8 @@ def describe(quality: Quality) -> str:
 def refuse_nonsense(
     quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS"
 ) -> None:
-    """Raises OutriderError "difference" beyond `BOUND`. option: which sets the weights."""
+    """Raise OutriderError "difference" if the KL exceeds `BOUND`. option: the one that set the
+    weights."""
     if quality.kl > BOUND[weights]:
         raise OutriderError(
             "difference",

@@ -1,4 +1,4 @@
-"""Quantising as a step of the export: chosen by what the model itself writes, held against it."""
+"""Quantisation as a step of the export: generate texts, quantise by them, measure the quality."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from .costs import NoCosts
 from .stored import widen
 from .whole import expert_weights, least, quantise_model, requantise
 
-# Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
-# Many short ones: a step of all of them reads the weights once.
+# Texts that the model generates: to choose levels by, and others, of half the length, to measure
+# on. Many short ones, as a step of all of them reads the weights once.
 TEXTS, MEASURED, LENGTH = 36, 8, 128
 
 
 class Quantising:
-    """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
-    the model write them; an encoder reads it. shares: whether its graph reads what an encoder has
-    made. What lies on levels already, of a checkpoint that is packed, keeps them. bits: a weight,
-    that int4 may take; None: what 8 for the output matrix and 4 for the others would."""
+    """The quantisation of one model. Matrices of a packed checkpoint keep their levels if they can.
+
+    role: "target" or "draft", as in progress lines. text: token ids to measure the quality on,
+    which are sources if there is an encoder; if None, the model generates them. shares: whether its
+    graph reads the states of the target's encoder. bits: maximum bits per weight of int4; None: as
+    many as with 8 for the output matrix and 4 for the others.
+    """
 
     def __init__(
         self,
@@ -49,39 +52,39 @@ class Quantising:
         self._text, self._shares = text, shares
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
-        # A weight, at most; as it is; and where one matrix more had 8.
+        # Bits per weight: at most; actually; and with 8 bits for one more matrix.
         self._most, self._each, self._next = bits, float(self._bits), float(self._bits)
-        self._chooses = checkpoint.features is None  # whether BITS would
-        self._found: dict[str, Quantised] = {}  # in half precision
-        self._said = torch.empty(0)  # likewise
+        self._chooses = checkpoint.features is None  # whether BITS has an effect
+        self._found: dict[str, Quantised] = {}  # only in half precision
+        self._said = torch.empty(0)  # logits, only in half precision
 
     def quantise(self, model: PreTrainedModel, context: int, folder: Path) -> None:
-        """In place, by modules that know of levels. context: the longest text, in tokens. folder:
-        for what is put away until it is measured. Raises OutriderError "checkpoint",
-        "architecture", and "option" for fewer bits than it needs."""
+        """Quantise the model, in place. context: maximum number of tokens of a text. folder: for
+        temporary files with the logits to compare. Raises OutriderError "checkpoint",
+        "architecture", and "option" if BITS is too small."""
         if self._most is not None and self._most < (needed := least(model)) - 0.005:
             raise OutriderError(
                 "option",
-                f"4 bits and their scales take {needed:.2f} a weight of {self._checkpoint.source}, "
-                f"more than BITS={self._most:g}",
+                f"4-bit weights of {self._checkpoint.source} take {needed:.2f} bits each, scales "
+                f"included, more than BITS={self._most:g}",
                 f"Build with BITS={math.ceil(10 * needed) / 10:g} or more, or without BITS.",
             )
         encoder = model.config.is_encoder_decoder
         some = [example_source(self._checkpoint.features)] if encoder else []
-        compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # does it run at all?
+        compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # raises if it fails
         try:
             written = self._write(model, min(LENGTH, context))
         except OutriderError:
             raise
         except Exception as error:  # noqa: BLE001 - any model code may fail in any way
-            reason = f"it does not write with a KV cache ({first_line(error)})"
+            reason = f"it does not generate with a KV cache ({first_line(error)})"
             raise self._checkpoint.refused(reason) from None
         self._full = _put_away(self._say(model), folder)
         give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
-            # Half precision is for TensorRT, which makes a dense copy of blocks of 8 bits.
+            # Half precision is for TensorRT, which makes a dense copy of 8-bit blocks.
             rows: Rows | None = None
-            half = model.dtype != torch.float32  # an OLMo has no dense number left afterwards
+            half = model.dtype != torch.float32  # now: afterwards an OLMo has no dense parameters
             if half:
                 rows = "fp8" if self.weights == "fp8" else "int8"
             try:
@@ -93,7 +96,7 @@ class Quantising:
             except NoCosts as error:
                 raise OutriderError(
                     "architecture",
-                    f"what each matrix of {self._checkpoint.source} costs cannot be told: {error}",
+                    f"the matrices of {self._checkpoint.source} cannot be ranked by cost: {error}",
                     "Build without BITS.",
                 ) from None
             except ValueError as error:
@@ -108,37 +111,38 @@ class Quantising:
             self._each = bits_a_weight(found.values())
             self._next = _with_one_more(found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
-            said.note += f", {self._each:.2f} bits a weight"
+            said.note += f", {self._each:.2f} bits per weight"
             if self._most is not None and self._each < self._most - 0.25:
                 note(
-                    f"of BITS={self._most:g} {self._each:.2f} are used: no other matrix finds room "
-                    "for 8, or may have them"
+                    f"only {self._each:.2f} bits per weight of BITS={self._most:g} are used: there "
+                    "is no further matrix that may have 8 bits and fits"
                 )
             if left := sum(weight.nbytes for weight in expert_weights(model)):
-                said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
+                said.note += f"; experts are not quantised, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
         self._read = [states_of(model, source) for source in read] if self._shares else read
-        if half:  # `again`, and `measure` without an engine, are for these
+        if half:  # for `again`, and for `measure` without an engine
             self._found, self._said = found, _put_away(self._say(model), folder)
 
     def _chose_not(self, why: str) -> None:
         self._chooses = False
-        note(f"the output matrix has 8 bits: what others cost with 4 cannot be told ({why})")
+        note(f"the output matrix gets 8 bits: matrices cannot be ranked by their cost ({why})")
 
     def _write(self, model: PreTrainedModel, length: int) -> quality.Texts | None:
-        """Texts to quantise by, if any; what to measure on is kept.
+        """Generate the texts to quantise by, and return them; keep those to measure on.
 
-        What a model makes of a sound nobody knows without one, so there its levels are the nearest.
+        For a model that reads audio there are none to quantise by, as there is no real audio: its
+        levels are rounded to nearest.
         """
         half, written = length // 2, None
-        with stage(self.role, "texts to look at") as said:
+        with stage(self.role, "prepare texts") as said:
             tell = partial(setattr, said, "phase")
             if features := self._checkpoint.features:
                 self._texts = quality.write_about(model, quality.noise(features), half, tell)
             elif self._bits == 4:
                 written = quality.write(model, TEXTS + MEASURED, length, tell)
                 self._texts = written[TEXTS:].cut(half)
-            elif self._text is None:  # 8 bits are rounded to the nearest
+            elif self._text is None:  # 8 bits are rounded to nearest, without texts
                 self._texts = quality.write(model, MEASURED, half, tell)
             if self._text is not None:
                 encoder = model.config.is_encoder_decoder
@@ -155,12 +159,12 @@ class Quantising:
         return compare.logits(model, self._texts.ids, self._texts.one_by_one)
 
     def again(self, model: PreTrainedModel) -> None:
-        """The same levels in another copy of the model."""
+        """Give another copy of the model the same levels."""
         requantise(model, self._found)
 
     def measure(self, engine: Path | None, dtype: Dtype) -> Quality:
-        """engine: the graph that will run, where it rounds what it multiplies; None takes the
-        model's own logits. Refuses nonsense: OutriderError "difference"."""
+        """Measure the quality. engine: the graph that will run, if it rounds activations; None uses
+        the model's own logits. Raises OutriderError "difference" for a broken model."""
         with stage(self.role, "quality") as said:
             quantised: Iterable[torch.Tensor] = self._said
             if engine is not None:
@@ -175,20 +179,20 @@ class Quantising:
         if plain and found.kl > quality.BOUND["int8"]:
             more = max(self._each + 0.25, self._next)
             nearer = f"BITS={math.ceil(10 * more) / 10:g} or " if self._chooses and more < 8 else ""
-            cost = f"{found.kl:.2g} nats is much for a target"
+            cost = f"a loss of {found.kl:.2g} nats is large for a target"
             note(f"{cost}: {nearer}WEIGHTS=int8 loses less, for more bytes")
         return found
 
 
 def _with_one_more(weights: Collection[Quantised]) -> float:
-    """Bits a weight, if the smallest matrix of 4 bits had 8."""
+    """Bits per weight if the smallest 4-bit matrix had 8 bits."""
     four = [weight.levels.size for weight in weights if weight.bits == 4]
     numbers = sum(weight.levels.size for weight in weights)
     return bits_a_weight(weights) + 4 * min(four, default=0) / numbers
 
 
 def _put_away(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
-    """The same in a mapped file without a name, which needs no memory until it is read again."""
+    """Copy the tensor to a mapped, deleted file, which takes no memory until it is read again."""
     with NamedTemporaryFile(dir=folder) as file:
         size, dtype = tensor.numel(), tensor.dtype
         mapped = torch.from_file(file.name, shared=True, size=size, dtype=dtype)

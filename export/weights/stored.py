@@ -1,6 +1,7 @@
-"""Models that compute in float32 and leave their matrices as the checkpoint has them: in 16 bits,
-mapped from its files, which takes no memory that the system cannot have back, or in levels of a
-byte. Experts of 16 bits too, which lie in memory, where the checkpoint has them one by one."""
+"""Load models that compute in float32 while their matrices stay as the checkpoint stores them: in
+16 bits, mapped from its files, so that the system can reclaim their memory at any time, or as
+levels of a byte. Experts stay in 16 bits too, but in memory if the checkpoint stores them one by
+one."""
 
 from __future__ import annotations
 
@@ -26,26 +27,26 @@ _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}  # by the letters of safe
 
 
 def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
-    """Its weight as it is stored, which `module.weight` may be computed from."""
+    """The stored parameter, from which `module.weight` may be computed."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight
 
 
 def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
-    """A model that computes in float32, with a `Table` in the place of each matrix that the
-    checkpoint packs or has in 16 bits. Raises as `load`."""
+    """Load a model that computes in float32, with a `Table` in place of each matrix that the
+    checkpoint packs or stores in 16 bits. Raises as `load`."""
     stored, held = _stored(checkpoint)
     with _made(stored, held) if stored else nullcontext():
         model = read(checkpoint, torch.float32, _kept)
-    give_back()  # what unpacking took
+    give_back()  # memory used for unpacking
     if stored is None:
         return ready(model, checkpoint)
-    tables: dict[int, Table] = {}  # one of what is tied
+    tables: dict[int, Table] = {}  # one for tied matrices
     for module in model.modules():
         if are_experts(module):
             experts: Any = module
-            experts.config._experts_implementation = NAME  # which makes them wide one by one
+            experts.config._experts_implementation = NAME  # which widens them one by one
             continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.dtype == stored:
@@ -55,7 +56,7 @@ def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _kept(tensor: Lazy) -> Lazy:
-    """The same as Transformers passes it on, unless it makes another of it: then that is dense."""
+    """A tensor that stays a `Table` if Transformers uses it unchanged, and is dense otherwise."""
     if len(tensor.shape) != 2:
         return tensor
     return replace(tensor, make=lambda: _table(tensor.stored(), tensor.shape))
@@ -67,15 +68,15 @@ def _table(rows: Any, shape: Sequence[int]) -> Table:
 
 
 def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None]:
-    """The type of 16 bits that all of its matrices are in, None where there is no one such; and
-    what modules that have one are called, None where experts alone do."""
+    """The 16-bit type of all its matrices, None if there is no such single type; and the names of
+    the modules that have one, None if only experts do."""
     if checkpoint.packed:
         return torch.bfloat16 if checkpoint.packed.narrow else None, None
     types: dict[str, str] = {}
     try:
         for file in checkpoint.files:
             types |= _types(file)
-    except Exception:  # noqa: BLE001 - of a damaged file, which `load` names
+    except Exception:  # noqa: BLE001 - a damaged file, which `load` reports
         return None, set()
     found = set(types.values())
     held = {name.split(".")[-2] for name in types if name.endswith(".weight")}
@@ -83,7 +84,7 @@ def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None
 
 
 def _types(file: Path) -> dict[str, str]:
-    """Of floating point, of the matrices in a file, whose numbers are not read."""
+    """Types of the floating-point matrices in a file, by name, without reading their numbers."""
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             views = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
@@ -99,10 +100,11 @@ def _types(file: Path) -> dict[str, str]:
 
 @contextmanager
 def _made(dtype: torch.dtype, held: set[str] | None) -> Iterator[None]:
-    """Within it, of a model that Transformers makes, linear layers, experts and tables that the
-    checkpoint has are of this type, and all else, such as what it computes, is not rounded to it.
+    """Within the context, Transformers creates models whose linear layers, experts and tables have
+    this type if the checkpoint stores them. All else, such as computed tables, is not rounded to
+    it.
     """
-    plan = PreTrainedModel._get_dtype_plan  # asked when there are parameters, without numbers yet
+    plan = PreTrainedModel._get_dtype_plan  # called when the parameters exist, still without values
 
     def narrow(model: PreTrainedModel, asked: torch.dtype) -> Any:
         for path, module in model.named_modules():
@@ -118,7 +120,7 @@ def _made(dtype: torch.dtype, held: set[str] | None) -> Iterator[None]:
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Make the layers that are left usual ones, in the type that the model computes in."""
+    """Turn remaining `Table`s and narrow experts into ordinary parameters of the model's type."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if isinstance(weight, Table):

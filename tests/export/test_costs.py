@@ -228,7 +228,7 @@ def test_a_gradient_goes_through_what_is_made_for_it() -> None:
 
 
 def test_what_has_no_gradients_is_refused(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoCosts, match="none of those"):
+    with pytest.raises(NoCosts, match="no matrix that may"):
         costs(trained(), {}, {}, texts)
     model = trained()
     last: Any = model.base_model.norm
@@ -358,7 +358,7 @@ def test_a_model_that_cannot_have_them_is_refused_by_name(
     """Rows that fill no block take more; and a cost is told by gradients."""
     with monkeypatch.context() as patch:
         patch.setattr(quantising, "least", lambda model: 4.87)
-        with pytest.raises(OutriderError, match=r"take 4\.87 a weight") as error:
+        with pytest.raises(OutriderError, match=r"take 4\.87 bits each") as error:
             workshop.graphs(workshop.checkpoint("llama"), weights="int4", bits=4.75)
     assert error.value.remedy == "Build with BITS=4.9 or more, or without BITS."
 
@@ -366,7 +366,7 @@ def test_a_model_that_cannot_have_them_is_refused_by_name(
         raise NoCosts("it has none")
 
     monkeypatch.setattr(whole, "costs", none)
-    with pytest.raises(OutriderError, match="costs cannot be told: it has none") as error:
+    with pytest.raises(OutriderError, match="cannot be ranked by cost: it has none") as error:
         workshop.graphs(workshop.checkpoint("llama"), weights="int4", bits=6.75)
     assert error.value.remedy == "Build without BITS."
 

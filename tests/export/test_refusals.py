@@ -131,7 +131,7 @@ def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
     config = CONFIG_MAPPING["granitemoehybrid"]  # as small as it gets, all of its layers are linear
     assert write_any(tmp_path / "hybrid", config, MODEL_FOR_CAUSAL_LM_MAPPING[config]) is None
     said = refused(tmp_path / "hybrid", "--weights", "int8", kind="architecture")
-    assert "it does not write with a KV cache" in said
+    assert "it does not generate with a KV cache" in said
 
 
 def test_attention_that_the_graph_cannot_express() -> None:
