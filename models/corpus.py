@@ -1,7 +1,7 @@
-"""The text behind the bundled pair: Python's standard library, its tokenizer, its token stream.
+"""The training data of the bundled pair: Python's standard library, a tokenizer, token streams.
 
-The standard library is on every machine that can run this project and its license (PSF-2.0) lets
-anybody pass on what is derived from it. Nothing here knows about models.
+The standard library is on every machine that can run this project, and its license (PSF-2.0)
+permits distribution of derived works. Nothing here depends on the models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-SEPARATOR = "<|endoftext|>"  # begins every document; therefore also what ends the one before
+SEPARATOR = "<|endoftext|>"  # begins every document, and so also ends the one before
 SEPARATOR_ID = 0
 MAX_POSITIONS = 2048
 
@@ -27,7 +27,7 @@ SUFFIXES = {".py", ".txt", ".rst"}
 # Installed packages have other licenses; character tables and parser pickles are not text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings", "lib-dynload"}
 MAX_FILE_BYTES = 400_000
-HELD_OUT_OF_256 = 8  # files whose content hash starts with a byte below this are never trained on
+HELD_OUT_OF_256 = 8  # files whose content hash starts with a byte below this are held out
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents of one split on one string of tokens, each document behind a separator.
+    """All documents of one split as one sequence of tokens, each preceded by a separator.
 
-    `tokens` is int64 [T]; `starts` int64 [S] are the positions where a top-level line starts.
+    tokens: int64 [T]. starts: int64 [S], the positions where a top-level line starts.
     """
 
     tokens: torch.Tensor
@@ -75,8 +75,8 @@ def _library_documents(root: Path) -> Iterator[str]:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # the library tests its own decoders with such files
-    try:  # The language reference lies in one dictionary: as text it is the best prose here.
+            continue  # test data for the library's own decoders
+    try:  # The language reference is one dictionary of texts: the best prose here.
         yield from importlib.import_module("pydoc_data.topics").topics.values()
     except ImportError:
         return  # some distributions leave it out
@@ -116,7 +116,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
             show_progress=False,
         ),
     )
-    # In the file itself, so that every user of tokenizer.json starts a document as training did.
+    # In the file itself, so that every user of tokenizer.json starts a text as in training.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{SEPARATOR} $A",
         pair=f"{SEPARATOR} $A $B",
@@ -137,7 +137,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> T
     order = np.random.default_rng(seed).permutation(len(texts))
     encodings = tokenizer.backend_tokenizer.encode_batch([texts[i] for i in order])
     tokens = np.concatenate([np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings])
-    # The pre-tokenizer keeps the last blank of an indentation for the word behind it and the
+    # The pre-tokenizer puts the last space of an indentation with the following word, and the
     # others with the newline. So a token of newlines only is followed by an unindented line.
     newlines = [i for t, i in tokenizer.get_vocab().items() if t and set(t) == {"Ċ"}]
     after = np.isin(tokens[:-1], [SEPARATOR_ID, *newlines])
@@ -148,10 +148,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> T
 def windows(
     stream: TokenStream, count: int, length: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random windows int64 [count, length], each the separator and then text.
+    """Random windows int64 [count, length], each the separator followed by text.
 
-    Half of the windows start at a top-level line, as prompts do, the others anywhere: otherwise the
-    inside of a long class would never be seen. All have the separator in front, as prompts have.
+    Half of the windows start at a top-level line, as prompts do, the others anywhere, since
+    otherwise the inside of a long class would never be seen. All begin with the separator, as
+    prompts do.
     """
     last = len(stream.tokens) - length
     anywhere = torch.randint(0, last, (count,), generator=generator)

@@ -1,4 +1,4 @@
-"""What a draft/target pair is worth: losses, acceptance and agreement, and sampling from it.
+"""Measure a draft/target pair: losses, acceptance and agreement; and sample from its models.
 
 Formulas: "Fast Inference from Transformers via Speculative Decoding" (Leviathan, Kalman, Matias).
 """
@@ -33,13 +33,13 @@ def hidden_states(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def logit_pieces(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-    """float32 logits of hidden [R, hidden] in pieces [<= ROWS, V]; all at once is slow."""
+    """Yield float32 logits of hidden [R, hidden] in pieces [<= ROWS, V]; all at once is slower."""
     for rows in hidden.split(ROWS):
         yield model.lm_head(rows).float()
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Probability [R] that a token drawn from q [R, V] is kept under p [R, V].
+    """Probability [R] that a token drawn from q [R, V] is accepted under p [R, V].
 
     Corollary 3.6: alpha = E[sum_x min(p(x), q(x))].
     """
@@ -50,9 +50,9 @@ def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def measure(
     target: PreTrainedModel, draft: PreTrainedModel, tokens: torch.Tensor, prompt: int = 1
 ) -> PairFigures:
-    """Compare the pair on every next-token prediction behind the first `prompt` tokens.
+    """Compare the pair on every next-token prediction after the first `prompt` tokens.
 
-    tokens: int64 [B, N]. Both models run in the type that their weights have, at temperature 1.
+    tokens: int64 [B, N]. Both models run in the type of their weights, at temperature 1.
     """
     sums = torch.zeros(4, dtype=torch.float64)
     positions = 0
@@ -87,7 +87,7 @@ def sample(
 ) -> torch.Tensor:
     """Continue prompts int64 [B, P] to [B, length]; a row with temperature 0 is greedy.
 
-    temperatures: float [B]. Runs past separators: what follows is a new document, as in training.
+    temperatures: float [B]. Does not stop at separators: a new document follows, as in training.
     """
     tokens = prompts
     step = prompts
@@ -104,7 +104,7 @@ def sample(
 
 
 def report(figures: PairFigures) -> dict[str, float]:
-    """The figures as they are published: rounded, with perplexities (e to the loss)."""
+    """The figures as published: rounded, with perplexities (e to the loss)."""
     rounded = {name: round(value, 4) for name, value in asdict(figures).items()}
     rounded["target_perplexity"] = round(math.exp(figures.target_loss), 3)
     rounded["draft_perplexity"] = round(math.exp(figures.draft_loss), 3)

@@ -1,10 +1,10 @@
 """Train the bundled pair: a small Llama on Python's standard library, and its draft.
 
-    python models/train.py --smoke                     # the whole way in under half a minute
-    python models/train.py --compile --steps-target 1300 --steps-draft 1400  # the bundled pair's
+    python models/train.py --smoke                     # all stages in under half a minute
+    python models/train.py --compile --steps-target 1300 --steps-draft 1400  # the bundled pair
 
 Stages: corpus -> tokenizer -> target -> text sampled from the target -> draft -> figures. Each
-leaves its result in the work folder. After an interruption the same command goes on where it was.
+saves its result in the work folder. After an interruption the same command continues from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# Threads that spin while they wait starve each other as soon as anything else runs here.
+# Threads that spin while they wait starve each other as soon as any other process is running.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 try:
@@ -58,7 +58,7 @@ TARGET_RATE, DRAFT_RATE = 2e-3, 4e-3  # peak learning rates
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything; the shapes of the models and the recipe are constants above."""
+    """Amounts of training and data; the shapes of the models and the recipe are constants above."""
 
     minutes_target: float
     minutes_draft: float
@@ -81,7 +81,7 @@ def model_of(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
 
 
 def plain_copy(model: LlamaForCausalLM, shape: dict[str, int]) -> LlamaForCausalLM:
-    """The same weights in layers that are not compiled: sampling has a new shape at every step."""
+    """The same weights in uncompiled layers, for sampling, whose shapes change at every step."""
     copy = model_of(shape, 0).eval()
     copy.load_state_dict(model.state_dict())
     return copy
@@ -90,19 +90,19 @@ def plain_copy(model: LlamaForCausalLM, shape: dict[str, int]) -> LlamaForCausal
 def prepare(
     plan: Plan, seed: int, work: Path
 ) -> tuple[PreTrainedTokenizerFast, dict[str, corpus.TokenStream], dict[str, int]]:
-    """Corpus and tokenizer, made once and then read from the work folder."""
+    """Corpus and tokenizer, created once and then read from the work folder."""
     done = work / "corpus.pt"
     if not done.exists():
         texts = corpus.collect(plan.corpus_bytes)
         if not texts.train or not texts.held_out:
             raise TrainError(
-                "this Python has no readable standard library sources. Use one that was installed "
-                "with them (not a zipped or stripped one)"
+                "this Python has no readable standard library sources. Use a Python that was "
+                "installed with them (not a zipped or stripped one)"
             )
         tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
         if len(tokenizer) != VOCAB_SIZE:
             raise TrainError(
-                f"the corpus gives only {len(tokenizer)} of {VOCAB_SIZE} tokens. Use a Python "
+                f"the corpus yields only {len(tokenizer)} of {VOCAB_SIZE} tokens. Use a Python "
                 "whose standard library is complete"
             )
         tokenizer.save_pretrained(work / "tokenizer")
@@ -119,7 +119,7 @@ def prepare(
     saved = torch.load(done, weights_only=True)
     if saved["seed"] != seed:
         raise TrainError(
-            f"{work} was begun with --seed {saved['seed']}. Use that seed, or another --work"
+            f"{work} was started with --seed {saved['seed']}. Use that seed, or another --work"
         )
     facts = saved["facts"]
     say(f"corpus: {facts['train_files']} files, {facts['train_tokens']:,} tokens to train on")
@@ -130,10 +130,10 @@ def prepare(
 def sampled_text(
     target: LlamaForCausalLM, stream: corpus.TokenStream, count: int, seed: int, work: Path
 ) -> torch.Tensor:
-    """Windows int64 [count, SAMPLED_LENGTH] of the target's own text, which the draft will face.
+    """Windows int64 [count, SAMPLED_LENGTH] of the target's own text, as the draft will meet it.
 
-    Every window starts with 4 to 32 tokens of the corpus; of eight windows, five are sampled at
-    temperature 1, two at 0.7, one greedily.
+    Every window starts with 4 to 32 tokens of the corpus. Of eight windows, five are sampled at
+    temperature 1, two at 0.7, and one greedily.
     """
     path = work / "sampled.pt"
     if path.exists():
@@ -181,7 +181,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     half.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # The name that both the fourth and the fifth Transformers generation load.
+    # The class name that both Transformers 4 and 5 load.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     for circumstance in ("is_local", "local_files_only"):
@@ -193,7 +193,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def evaluate(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, stream: corpus.TokenStream, plan: Plan
 ) -> dict[str, dict[str, float]]:
-    """Figures on held-out text and on what the target writes behind held-out prompts."""
+    """Figures on held-out text, and on the target's continuations of held-out prompts."""
     generator = torch.Generator().manual_seed(20)
     held_out = corpus.windows(stream, plan.held_out_windows, 512, generator)
     figures = {"held_out_text": measure.measure(target, draft, held_out)}
@@ -231,7 +231,7 @@ def train(plan: Plan, seed: int, work: Path, out: Path) -> None:
 
     for name, model in (("target", target), ("draft", draft)):
         save(model, tokenizer, out / name)
-    say("evaluating what was saved")
+    say("evaluating the saved models")
     half_target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     half_draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
     card["saved"] = evaluate(half_target, half_draft, streams["held_out"], plan)
@@ -257,31 +257,33 @@ def arguments() -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        help="folder that gets target/, draft/ and training.json (default: where this script is)",
+        help="output folder for target/, draft/ and training.json (default: this script's folder)",
     )
     add(
         "--minutes-target",
         type=float,
         default=50,
         metavar="M",
-        help="time for the target; the first steps tell how many steps that is (default: 50)",
+        help="training time of the target, converted to steps by timing the first ones (default: "
+        "50)",
     )
     add(
         "--minutes-draft",
         type=float,
         default=15,
         metavar="M",
-        help="time for the draft (default: 15)",
+        help="training time of the draft (default: 15)",
     )
     add(
         "--steps-target",
         type=int,
         metavar="N",
-        help="number of steps instead of minutes; may also shorten a run that is continued",
+        help="number of steps of the target, instead of minutes; may also shorten a run that is "
+        "continued",
     )
-    add("--steps-draft", type=int, metavar="N", help="the same for the draft")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    add("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    add("--steps-draft", type=int, metavar="N", help="number of steps of the draft, likewise")
+    add("--seed", type=int, default=0, help="random seed for weights and data (default: 0)")
+    add("--threads", type=int, help="number of CPU threads (default: PyTorch's)")
     add(
         "--compile",
         action="store_true",
@@ -290,7 +292,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--smoke",
         action="store_true",
-        help="a few steps on a little text, kept only where --out is given: does it all run?",
+        help="test run: a few steps on little text; the result is kept only if --out is given",
     )
     return parser.parse_args()  # fmt: skip
 
@@ -313,7 +315,7 @@ def main() -> None:
         )  # fmt: skip
         train(plan, options.seed, options.work, options.out or Path(__file__).parent)
     except (TrainError, OSError) as problem:
-        remedy = ". Check that folder: space, permissions" if isinstance(problem, OSError) else ""
+        remedy = ". Check space and permissions there" if isinstance(problem, OSError) else ""
         sys.exit(f"error: {problem}{remedy}")
     except KeyboardInterrupt:
         sys.exit("stopped. The same command continues from the last checkpoint")

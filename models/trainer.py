@@ -1,6 +1,6 @@
-"""The models of the pair, what they learn from, and the loop that trains one of them.
+"""The models of the pair, their losses, and the training loop.
 
-Nothing here knows where the text comes from: a `Batches` function hands out token windows.
+Nothing here depends on the source of the text: a `Batches` function returns token windows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BATCH_TOKENS = 4096  # tokens per optimizer step, whatever the length of the windows
-MICRO_TOKENS = 2048  # tokens per forward and backward pass: activations that a CPU's cache bears
+MICRO_TOKENS = 2048  # tokens per forward and backward pass: activations then fit a CPU's cache
 LENGTHS = (256, 256, 256, 256, 512, 512, 512, 2048)  # window lengths, drawn per step
 WARMUP_STEPS = 100
-TIMED_STEPS = 12  # the first steps, which tell how many fit the minutes
+TIMED_STEPS = 12  # first steps, timed to compute how many fit into the minutes
 CHECKPOINT_SECONDS = 60
 SAY_SECONDS = 10
 
@@ -30,7 +30,7 @@ Batches = Callable[[int, torch.Generator], torch.Tensor]  # length, randomness -
 
 
 class TrainError(Exception):
-    """A cause and a remedy, to be shown without a traceback."""
+    """An error with a cause and a remedy, shown without a traceback."""
 
 
 def say(line: str) -> None:
@@ -48,7 +48,7 @@ def build(
         tie_word_embeddings=True,
         bos_token_id=separator,
         eos_token_id=separator,
-        # An embedding row that is declared padding gets no gradient, and here it is the separator.
+        # The embedding row of a padding token gets no gradient, and here it would be the separator.
         pad_token_id=None,
         **shape,
     )
@@ -61,8 +61,8 @@ def autocast() -> torch.autocast:
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Compile at the first use of each shape; the layers share one piece of code per shape."""
-    # Three window lengths, for the draft and its teacher, with gradients and without: more than 8.
+    """Compile the layers at the first use of each shape; all layers share the code of a shape."""
+    # Three window lengths, for the draft and its teacher, with and without gradients: more than 8.
     torch._dynamo.config.recompile_limit = 32
     for layer in model.model.layers:
         layer.compile(dynamic=False)
@@ -77,7 +77,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def next_token_loss(model: LlamaForCausalLM) -> Loss:
-    """Cross-entropy against the text: what the target learns from."""
+    """Cross-entropy against the text, the target's loss."""
 
     def loss(tokens: torch.Tensor) -> torch.Tensor:
         hidden = measure.hidden_states(model, tokens)[:, :-1].flatten(0, 1)
@@ -91,7 +91,7 @@ def next_token_loss(model: LlamaForCausalLM) -> Loss:
 def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
     """Sum over rows of KL(p || q) + 1 - alpha, from float32 logits [R, V].
 
-    1 - alpha is the total variation distance of p and q (Corollary 3.6), the figure that counts;
+    1 - alpha is the total variation distance of p and q (Corollary 3.6), the quantity that matters;
     but its gradient is weak where q is far off, which is where that of KL is strong.
     """
     log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
@@ -123,21 +123,21 @@ def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, compile
 
 @dataclass
 class Trainer:
-    """One model's way from its initial weights to the last optimizer step, with checkpoints."""
+    """Trains one model from its initial weights to the last optimizer step, with checkpoints."""
 
     name: str
     model: LlamaForCausalLM
     loss: Loss
     batches: Batches
     peak_rate: float
-    minutes: float  # decides the number of steps where `steps` is None
+    minutes: float  # determines the number of steps if `steps` is None
     steps: int | None
     seed: int
     work: Path
     compiled: bool
 
     def run(self) -> dict[str, float]:
-        """Train, or continue; returns what the model card says about it."""
+        """Train, or continue training; returns the entries of the model card."""
         self.path = self.work / f"{self.name}.pt"
         self.optimizer = self._optimizer()
         self.step, self.tokens, self.smooth, self.seconds = 0, 0, 0.0, 0.0
@@ -153,11 +153,14 @@ class Trainer:
             now = time.monotonic()
             self.seconds += now - begun
             if self.step == TIMED_STEPS // 3:
-                warm = self.seconds  # until here memory and kernels were set up: not a measure
+                warm = self.seconds  # not representative: memory and kernels were being set up
             if self.steps is None and self.step == TIMED_STEPS:
                 pace = (self.seconds - warm) / (self.step - TIMED_STEPS // 3)
                 self.steps = max(self.step, int(self.minutes * 60 / pace))
-                say(f"{self.name}: {self.steps} steps of {BATCH_TOKENS} tokens fit the minutes")
+                say(
+                    f"{self.name}: {self.steps} steps of {BATCH_TOKENS} tokens fit into "
+                    f"{self.minutes:g} minutes"
+                )
             if now - said > SAY_SECONDS or self.step == self.steps:
                 self._say_progress((self.step - said_step) / (now - said))
                 said, said_step = now, self.step
@@ -183,7 +186,7 @@ class Trainer:
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     def _one_step(self) -> None:
-        # Seeded by the step, so that a continued run sees what an unbroken one does.
+        # Seeded by the step, so that a continued run sees the same data as an uninterrupted one.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
         pick = int(torch.randint(0, len(LENGTHS), (), generator=generator))
         batch = self.batches(LENGTHS[pick], generator)
@@ -198,7 +201,7 @@ class Trainer:
                 f"the {self.name}'s loss became {total}. Delete {self.path} and try another --seed"
             )
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        # The timed steps lie inside the warmup, where the rate does not depend on the total.
+        # The timed steps are within the warmup, where the rate does not depend on the total.
         rate = learning_rate(self.step, self.steps or 10**9, self.peak_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
