@@ -33,7 +33,7 @@ from .formats.packed import Packed, unsupported
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
-_HUB_TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
+_HUB_TWICE = ["consolidated*", "original/*"]  # further copies of the weights, in another layout
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PACKED = {  # by quant_method
     "gptq": gptq.packed,

@@ -204,7 +204,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
         )
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
-        give_back()  # the comparison loads the weights a second time
+        give_back()  # the comparison loads the weights again
         exact = _exactly(wanted, quantising, original.exact)
         result = _compare(wanted, original, exact, partial)
         if wanted.for_host:
@@ -278,7 +278,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         if shapes.carried and not wanted.takes_states:
             raise _without_states(wanted)
     traced = _trace(wanted, model, shapes)
-    if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
+    if wanted.form == "onnx":  # compilers of torch's graphs simplify them themselves
         with stage(role, "simplify") as said:
             said.note = _simplify(traced)
     with stage(role, "write") as said:
@@ -290,7 +290,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
 
 
 def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
-    """Trace the decoder, and the encoder if there is one, for `save` of the same format."""
+    """Trace the decoder, and the encoder if there is one. The results are for the format's
+    `save`."""
     checkpoint = wanted.checkpoint
     with stage(wanted.role, f"trace, {wanted.dtype}") as said:
         said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows per slot"
@@ -370,9 +371,9 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 def _exactly(
     wanted: Wanted, quantising: Quantising | None, found: compare.Reference | None
 ) -> Callable[[], compare.Reference] | None:
-    """A function for the original's logits in twice the precision. It loads the model again, at
-    twice the size, and only once. For quantised float32, whose levels are not kept, it returns
-    `found`, computed while they were there, or there is no function."""
+    """A function that computes the original's logits in twice the precision. It loads the model
+    again, at twice the size, but only once. For quantised float32 models, whose levels are not
+    kept, it returns `found`, computed while they were present; None if that is missing."""
     if quantising and wanted.dtype == "float32":
         return (lambda: found) if found else None
 

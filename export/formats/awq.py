@@ -28,7 +28,7 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
 
 
 def _weight(module: PackedModule) -> Lazy:
-    """qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
+    """Read qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
     words, zeros, scales = map(module.take, ("qweight", "qzeros", "scales"))
     (width, _), (count, rows) = ((*tensor.shape, 0, 0)[:2] for tensor in (words, scales))
     module.expect("qweight", words, {"I32"}, width, rows // 8)

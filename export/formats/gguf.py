@@ -101,7 +101,7 @@ def read(name: str, path: Path) -> GgufFile:
 
 
 def _bits(kind: int) -> int:
-    """Q4_K is 4 bits, IQ2_XS is 2."""
+    """Bits of a type, by its name: Q4_K has 4, IQ2_XS has 2."""
     return _BITS.get(kind) or next(int(letter) for letter in _NAME[kind] if letter.isdigit())
 
 

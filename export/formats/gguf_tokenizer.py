@@ -39,7 +39,7 @@ _AS_LLAMA3 = {
     "jina-v5-nano", "tekken",
 }  # fmt: skip
 _ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
-_MATCHED_WHOLE = (3, 4)  # llama.cpp's kinds of tokens: control, and user defined
+_MATCHED_WHOLE = (3, 4)  # llama.cpp's token types "control" and "user defined"
 
 
 def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:

@@ -31,8 +31,8 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
 
 
 def _weight(less: int, module: PackedModule) -> Lazy:
-    """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], g_idx int32
-    [K]: the group of each column of W. The layers of a model may have 4 and 8 bits."""
+    """Read qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], and
+    g_idx int32 [K], the group of each column of W. Layers of one model may have 4 or 8 bits."""
     words, zeros, scales, order = map(module.take, ("qweight", "qzeros", "scales", "g_idx"))
     # Damaged tensors may have any number of dimensions.
     (height, rows), (count, _), (width, _) = (

@@ -1,1 +1,1 @@
-"""Nodes of our own in every backend's graph: functions, with standard operators as bodies."""
+"""Model-local functions in the graphs of all backends, whose bodies are standard operators."""

@@ -4,7 +4,7 @@ Rounding changes the outputs of a matrix by e = dW x for an input x. To second o
 distribution then differs by KL = E[(g . e)^2] / 2, where g is the gradient of the log-likelihood of
 a token drawn from the model (Fisher's information). One backward pass gives g for all matrices. The
 terms of g . e are squared and then added, instead of squaring their sum: this is less noisy over
-few tokens, and chose no worse (docs/LOG.md). Of a table, each token looks up only one row, and for
+few tokens, and chose no worse (docs/LOG.md). In a table, each token looks up only one row, and for
 some rows the second order gives five nats, far too much: there the sum is squared, and counts
 linearly beyond a nat (Huber 1964).
 """

@@ -11,7 +11,7 @@ from . import layers
 from .blocks import Quantised
 from .feedback import factor, quantise4
 
-PRODUCT = "QuantizedExperts"  # a node until the graph is written in ONNX's operators
+PRODUCT = "QuantizedExperts"  # a node until the graph is rewritten in ONNX's operators
 
 
 class QuantisedExperts(torch.nn.Module):

@@ -68,7 +68,7 @@ class Reader:
 
     def _quantise(self, name: str, owner: Any, module: Any, inputs: tuple[torch.Tensor]) -> None:
         x = inputs[0]
-        if self._ahead or x.numel() == 0:  # no token went to this expert
+        if self._ahead or x.numel() == 0:  # no token was routed to this expert
             return
         counts = None
         if self._attended is not None and self._attended[0] is owner and self._attended[1] is x:

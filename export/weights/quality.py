@@ -35,8 +35,8 @@ def silent(said: str) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """ids: int64 [texts, T]. sources: one for each text, if there is an encoder: ids [texts, E] or
-    features [texts, F, T]."""
+    """Token sequences. ids: int64 [texts, T]. sources: one for each text, if there is an encoder:
+    ids [texts, E] or features [texts, F, T]."""
 
     ids: torch.Tensor
     sources: torch.Tensor | None = None
@@ -55,8 +55,8 @@ class Texts:
 
 
 def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) -> Texts:
-    """Generate texts by a model without an encoder, or with one for text. The encoder's sources are
-    generated too, from random tokens as their source."""
+    """Generate texts by a model that does not read audio. An encoder-decoder generates sources
+    first, from random tokens as their sources."""
     if not model.config.is_encoder_decoder:
         return Texts(sample(model, texts, length, said=said))
     random = torch.Generator().manual_seed(0)
