@@ -23,19 +23,19 @@ from .openai.api import api, from_engine
 from .openai.requests import Requests
 
 
-@serve.deployment(request_router_config={"max_backoff_s": 0.025})  # until it looks for a slot again
+@serve.deployment(request_router_config={"max_backoff_s": 0.025})  # longest wait for a free slot
 class Replica:
     def __init__(self, bundle: Path, slots: int):
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         self.engine = outrider.load(bundle, slots=slots, threads=int(cpus))
-        self.threads = ThreadPoolExecutor(slots)  # a thread for each request that Serve sends
+        self.threads = ThreadPoolExecutor(slots)  # one per concurrent request
 
     async def parts(self, requests: Requests, stream: bool) -> AsyncIterator[Part | OutriderError]:
         """Serve cancels this when the client disconnects."""
         try:
             async for part in from_engine(self.engine, self.threads, requests, stream):
                 yield part
-        except OutriderError as error:  # as a value: Ray would wrap it
+        except OutriderError as error:  # yielded, not raised: Ray would wrap it
             yield error
 
 
@@ -55,19 +55,19 @@ class Api:
                 if isinstance(part, OutriderError):
                     raise part
                 yield part
-        except serve.exceptions.BackPressureError:  # Serve would answer it, with a 503
+        except serve.exceptions.BackPressureError:  # Serve would answer with a 503
             raise OutriderError("busy", "too many requests wait already", "Try again") from None
         except ray.exceptions.RayError:
             raise OutriderError("replica", "the replica failed or died", "Try again") from None
         except (asyncio.CancelledError, GeneratorExit):
-            answer.cancel()  # Serve does so by itself only for a request that waits for it
+            answer.cancel()  # Serve does this only for a request that it is waiting for
             raise
 
 
 class Arguments(BaseModel, extra="forbid"):
     bundle: Path
-    slots: int = 1  # requests of a replica at once
-    queue: int = 64  # requests that wait for one, in order; who comes then is told so (429)
+    slots: int = 1  # concurrent requests per replica
+    queue: int = 64  # requests that may wait for a slot; further ones are answered with 429
     replicas: int = 1
 
 

@@ -1,4 +1,4 @@
-"""What OpenAI's clients get: an answer, whole or as server-sent events."""
+"""Responses in OpenAI's format, as one JSON object or as server-sent events."""
 
 import json
 import time
@@ -10,13 +10,13 @@ from outrider import Event, Result
 
 from .requests import REFUSED, Body, Chat, refusal
 
-# Of which choice; what a round added to it, or of an answer that is not streamed its last event;
-# and the tokens of that, if log-probabilities are wanted, as `spelled` has them.
+# The index of the choice; an event of its stream, or only the last one if the response is not
+# streamed; and the event's tokens with their log-probabilities, if requested, from `with_logprobs`.
 Part = tuple[int, Event, list[dict[str, Any]]]
 
 
 class Answer:
-    """To one request."""
+    """The response to one request."""
 
     def __init__(self, body: Body):
         self.body, self.chat = body, isinstance(body, Chat)
@@ -28,7 +28,7 @@ class Answer:
         return self.chunk(*parts) | {"usage": self.usage()}
 
     async def events(self, first: Part, others: AsyncIterator[Part]) -> AsyncIterator[str]:
-        """What goes wrong by now is one of them, and no [DONE] comes after it."""
+        """An error after the first part is an event of its own, without [DONE] after it."""
         yield _event(self.chunk(first))
         try:
             async for part in others:
@@ -45,31 +45,31 @@ class Answer:
         return {**self.head, "model": self.body.model, "choices": choices}
 
     def choice(self, index: int, event: Event, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        result, text, ended = event.result, event.text, None
+        result, text, finish_reason = event.result, event.text, None
         if result is not None:
             self.results.append(result)
             text = text if self.body.stream else result.text
-            ended = "length" if result.finish_reason in ("length", "context") else "stop"
-        choice = {"index": index, "finish_reason": ended, "logprobs": None}
+            finish_reason = "length" if result.finish_reason in ("length", "context") else "stop"
+        choice = {"index": index, "finish_reason": finish_reason, "logprobs": None}
         if self.chat:
             message = {"role": "assistant", "content": text}
             choice["delta" if self.body.stream else "message"] = message
         else:
             choice["text"] = text
         if tokens:
-            choice["logprobs"] = {"content": tokens} if self.chat else _of_completion(tokens)
+            choice["logprobs"] = {"content": tokens} if self.chat else _completion_logprobs(tokens)
         return choice
 
     def usage(self) -> dict[str, int]:
-        prompted = self.results[:: self.body.n]  # choices of one prompt share it
+        prompted = self.results[:: self.body.n]  # one of each prompt's n choices
         prompt = sum(result.stats.prompt_tokens for result in prompted)
         output = sum(len(result.tokens) for result in self.results)
         total = prompt + output
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
 
 
-def spelled(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Those that have a log-probability, with their alternatives."""
+def with_logprobs(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """The tokens that have a log-probability, with their alternatives, in the chat format."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token], skip_special_tokens=False)
@@ -82,11 +82,11 @@ def spelled(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _of_completion(tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _completion_logprobs(tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names, logprobs = ([token[key] for token in tokens] for key in ("token", "logprob"))
     tops = [{t["token"]: t["logprob"] for t in (token, *token["top_logprobs"])} for token in tokens]
     return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
-def _event(said: dict[str, Any]) -> str:
-    return f"data: {json.dumps(said)}\n\n"
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,4 +1,4 @@
-"""The routes that OpenAI's clients call, over whatever generates: an engine or Ray's replicas."""
+"""OpenAI's routes as a FastAPI application, for an engine or for Ray's replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,15 +10,16 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from outrider import OutriderError, TextEngine
 
-from .answers import Answer, Part, spelled
+from .answers import Answer, Part, with_logprobs
 from .requests import REFUSED, Chat, Completion, Requests, refusal
 
-# The parts of the answers to these requests, of which each round adds one if they are streamed.
+# Generates the requests one after another and yields the parts of the response: one per round if it
+# is streamed, otherwise one per request.
 Generate = Callable[[Requests, bool], AsyncIterator[Part]]
 
 
 def api(name: str, generate: Generate) -> FastAPI:
-    """The application of one model, which clients call by this name."""
+    """The application that serves one model under this name."""
     http = FastAPI()
     for kind in REFUSED:
         http.exception_handler(kind)(lambda _, error: JSONResponse(*refusal(error)))
@@ -55,17 +56,19 @@ def api(name: str, generate: Generate) -> FastAPI:
 async def from_engine(
     engine: TextEngine, threads: Executor, requests: Requests, stream: bool
 ) -> AsyncIterator[Part]:
-    """One request after another. Closing or cancelling this frees the slot after the round.
+    """Generate the requests one after another. Closing or cancelling this frees the slot after the
+    current round.
 
-    threads: as many as requests may hold or await a slot, for each blocks one.
+    threads: at least as many as there are requests that hold a slot or wait for one: each blocks
+    one thread.
     """
     for index, (prompt, options) in enumerate(requests):
         with closing(engine.stream(prompt, options)) as events:
             while events.result is None:
                 event = await asyncio.wrap_future(threads.submit(next, events))
-                told = event if stream else event.result
-                if told is not None:
-                    yield index, event, spelled(told.tokens, engine.tokenizer)
+                wanted = event if stream else event.result
+                if wanted is not None:
+                    yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
 
 
 async def _all(parts: AsyncIterator[Part]) -> list[Part]:
@@ -73,7 +76,8 @@ async def _all(parts: AsyncIterator[Part]) -> list[Part]:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """Its result. Cancels it when the client disconnects, which frees its slot or place in line."""
+    """Await the work, but cancel it if the client disconnects, which frees its slot or its place in
+    the queue."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -83,7 +87,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HTTPException(499, "the client disconnected")  # nginx's status; nobody reads it
+            raise HTTPException(499, "the client disconnected")  # as nginx: nobody reads it
         return working.result()
     finally:
         for task in tasks:

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for, in the engine's terms, and how they are told that it failed."""
+"""OpenAI's requests as options of the engine, and its errors as HTTP responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +13,10 @@ STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 50
 REFUSED = (OutriderError, RequestValidationError, HTTPException)
 Prompt = str | list[int]
 
-# What clients and frameworks send along: for the books of whoever serves, or asking for nothing.
-_BOOKS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-_NOTHING: dict[str, Sequence[Any]] = {
+# Fields that clients and frameworks send although they change nothing: labels for the provider's
+# records, and fields whose values listed here ask for nothing.
+_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+_NO_EFFECT: dict[str, Sequence[Any]] = {
     "store": [False], "echo": [False], "best_of": [1], "suffix": [""], "tools": [[]],
     "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
     "response_format": [{"type": "text"}], "modalities": [["text"]],
@@ -25,7 +26,7 @@ Requests = list[tuple[Any, Options]]
 
 
 class Body(BaseModel, extra="allow"):
-    """A request. What has no name here is an option of the engine, under its own name."""
+    """A request. Fields that are not listed here are options of the engine, by their own names."""
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -36,25 +37,25 @@ class Body(BaseModel, extra="allow"):
     @model_validator(mode="before")
     @classmethod
     def without_null(cls, given: Any) -> Any:
-        """In OpenAI's reference it says as much as leaving the field out."""
+        """In OpenAI's reference null means the same as leaving the field out."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
 
     def several(self, prompts: Sequence[Any], **named: Any) -> Requests:
-        """`n` of each prompt. Raises OutriderError "option" for what the engine does not take."""
+        """`n` requests for each prompt. Raises OutriderError "option"."""
         if self.stream_options and not self.stream:
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
         extra = self.model_extra or {}
         for name in extra.keys() & {"max_new_tokens", "chat"}:
             raise OutriderError("option", f"{name} has another name here", "See OpenAI's reference")
-        for name in extra.keys() & _NOTHING.keys():
-            if extra[name] not in _NOTHING[name]:
+        for name in extra.keys() & _NO_EFFECT.keys():
+            if extra[name] not in _NO_EFFECT[name]:
                 raise OutriderError("option", f"{name} is not supported here", "Leave it out")
         given = {
             name: value
             for name, value in (named | extra).items()
-            if value is not None and name not in _BOOKS and name not in _NOTHING
+            if value is not None and name not in _LABELS and name not in _NO_EFFECT
         }
         options = Options(temperature=1.0).updated(given).seeded()
         first = options.seed or 0
@@ -88,20 +89,20 @@ class Chat(Body):
         given = [n for n in (self.max_completion_tokens, self.max_tokens) if n is not None]
         return self.several(
             [self.messages],
-            max_new_tokens=min(given, default=10**6),  # or until the context is full
+            max_new_tokens=min(given, default=10**6),  # by default until the context is full
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            special_tokens="text",  # those in a message
+            special_tokens="text",  # messages cannot contain control tokens
         )
 
 
 def refusal(error: Exception) -> tuple[dict[str, Any], int]:
-    """The body and the HTTP status of what is in `REFUSED`."""
+    """The body and the HTTP status of the response to an error in `REFUSED`."""
     if isinstance(error, OutriderError):
         kind, message = error.kind, str(error)
         status = STATUS.get(kind, 500)
     elif isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        where = first["loc"][1:] or first["loc"]  # of the whole body it is its name
+        where = first["loc"][1:] or first["loc"]  # without "body", unless that is all
         kind, message, status = "option", ".".join(map(str, where)) + ": " + first["msg"], 400
     else:  # HTTPException: no such route
         kind, message, status = "route", error.detail, error.status_code
