@@ -205,7 +205,7 @@ def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 def _ends(model: PreTrainedModel, places: Iterable[str]) -> list[str]:
     """The output matrix, the embedding, and per-layer embeddings, by the names of `_places`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(weight): name for name, weight in model.named_parameters()}
     both: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
     ends = [names[id(parameter(module))] for module in both]
     ends += [name for name in places if _OF_LAYERS in name]
@@ -216,7 +216,7 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     """For each parameter to quantise, by name, the paths of the modules that have it, or the
     parameter's own path for experts."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(weight): name for name, weight in model.named_parameters()}
     places: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         # DeepSeek 4 has a Linear subclass that multiplies in groups.
