@@ -37,7 +37,8 @@ DEVICE bool takes_turn(const int32_t* turns, const outrider_sequence* sequences,
 
 // Number of draft tokens: those wanted that can still become output and fit the draft's context.
 DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
-  const int left = least(sequence.most - sequence.length - 1, sequence.draft_most - sequence.length);
+  const int left =
+      least(sequence.max_length - sequence.length - 1, sequence.draft_max_length - sequence.length);
   const int gamma = least(least(loop.turns[b], loop.width), left);
   return gamma > 0 ? gamma : 0;
 }
@@ -56,7 +57,7 @@ DEVICE void begin_round(const outrider_loop& loop) {
     slot.suppress_rows = early <= 0 ? 0 : least(early, gamma + 1);
     // Also correct for a slot without a turn: it gets the same tokens at the same rows as before.
     // Beyond the draft's context nothing is drafted any more, so its rows may be overwritten.
-    const int before = length >= 2 && length <= sequence.draft_most ? length - 2 : 0;
+    const int before = length >= 2 && length <= sequence.draft_max_length ? length - 2 : 0;
     const int last = length >= 1 ? length - 1 : 0;
     const int64_t pending = length >= 1 ? sequence.tokens[last] : 0;
     if (loop.width > 0) {
@@ -105,7 +106,7 @@ DEVICE void commit_round(const outrider_loop& loop) {
       sequence.draft_tokens[sequence.length] = token < loop.draft_vocab_size ? token : 0;
       sequence.tokens[sequence.length] = token;
       sequence.length += 1;
-      if (ends(sequence, token) || sequence.length >= sequence.most) sequence.ended = 1;
+      if (ends(sequence, token) || sequence.length >= sequence.max_length) sequence.ended = 1;
     }
   });
   stamp(loop, 2);

@@ -317,7 +317,7 @@ Bits Bundle::promise(int32_t slot_count, const std::string& version, int32_t pla
   if (!wide) return bits;
   if (plain_width == 0) bits.narrowest = static_cast<int32_t>(least);
   bits.forgone = bits.narrowest < least;
-  bits.one_text = !bits.forgone && calls.rows && calls.neighbours;
+  bits.output_invariant = !bits.forgone && calls.rows && calls.neighbours;
   return bits;
 }
 

@@ -52,7 +52,8 @@ struct ModelFacts {
 // Whether results are bitwise the same across the widths of calls.
 struct Bits {
   int32_t narrowest = 2; // minimum number of tokens in a call of the target
-  bool one_text = false; // the output is the same for every gamma, draft, slot and neighbour
+  // Whether the output is the same for every gamma, draft, slot and neighbour.
+  bool output_invariant = false;
   bool forgone = false;  // lost because plain_width makes calls narrower than required
 };
 

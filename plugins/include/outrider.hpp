@@ -53,7 +53,7 @@ struct Config {
 };
 
 enum class Rule { token, block, sigmoid, coupled };
-enum class Draft { usual, model, ngram, copy, chain, random, none };
+enum class Draft { automatic, model, ngram, copy, chain, random, none };
 enum class Origin { first, accepted, corrected, bonus, plain };
 enum class Finish { running, eos, stop, length, context, cancelled, broken };
 
@@ -71,7 +71,7 @@ struct Options {
   std::vector<std::pair<std::int64_t, double>> logit_bias{};
   std::uint64_t seed = 0;
   std::optional<std::int32_t> gamma{}; // none: 4 with a draft model, 8 with the other drafts
-  Draft draft = Draft::usual;
+  Draft draft = Draft::automatic;
   double draft_temperature = 0; // 0: the target's temperature
   double draft_threshold = 0;
   Rule rule = Rule::token;
@@ -241,7 +241,7 @@ private:
     }
     made.rule = static_cast<std::int32_t>(options.rule);
     made.draft = static_cast<std::int32_t>(options.draft);
-    made.gamma = options.gamma.value_or(OUTRIDER_USUAL_GAMMA);
+    made.gamma = options.gamma.value_or(OUTRIDER_DEFAULT_GAMMA);
     made.max_new_tokens = options.max_new_tokens;
     made.min_new_tokens = options.min_new_tokens;
     made.ignore_eos = options.ignore_eos;

@@ -111,7 +111,7 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
            "0 (off) or a probability below 1");
   in_range(o.logprobs >= -1 && o.logprobs <= bundle.vocab_size, "logprobs", o.logprobs,
            "from 0 to " + std::to_string(bundle.vocab_size) + ", or -1 for none");
-  in_range(o.gamma >= OUTRIDER_USUAL_GAMMA && o.gamma <= bundle.max_gamma, "gamma", o.gamma,
+  in_range(o.gamma >= OUTRIDER_DEFAULT_GAMMA && o.gamma <= bundle.max_gamma, "gamma", o.gamma,
            "from 0 to " + std::to_string(bundle.max_gamma) + ", or build with MAX_GAMMA");
   in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft", o.draft,
            "one of OUTRIDER_DRAFT_...");
@@ -129,7 +129,7 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
     o.draft = bundle.draft    ? OUTRIDER_DRAFT_MODEL
               : bundle.lookup ? OUTRIDER_DRAFT_NGRAM
                               : OUTRIDER_DRAFT_NONE;
-  if (o.gamma == OUTRIDER_USUAL_GAMMA) {
+  if (o.gamma == OUTRIDER_DEFAULT_GAMMA) {
     const int32_t usual = request.reads_model() ? 4 : o.draft == OUTRIDER_DRAFT_NONE ? 0 : 8;
     o.gamma = std::min(usual, bundle.max_gamma);
   }

@@ -48,7 +48,7 @@ void outrider_get_facts(const outrider_session* session, outrider_facts* facts) 
   if (session == nullptr) return;
   const outrider::Bundle& bundle = session->decoder.bundle();
   *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
-            bundle.draft.has_value(), session->decoder.bits().one_text,
+            bundle.draft.has_value(), session->decoder.bits().output_invariant,
             static_cast<int32_t>(bundle.ends.size()), 0, bundle.ends.data()};
 }
 
@@ -56,7 +56,7 @@ void outrider_default_options(outrider_options* options) {
   *options = {};
   options->top_p = options->repetition_penalty = options->lenience = 1;
   options->sigmoid_alpha = -1e3, options->sigmoid_beta = 1e3;
-  options->gamma = OUTRIDER_USUAL_GAMMA;
+  options->gamma = OUTRIDER_DEFAULT_GAMMA;
   options->max_new_tokens = 256;
   options->logprobs = -1;
 }

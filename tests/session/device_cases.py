@@ -64,7 +64,7 @@ def test_requests_join_and_leave(tmp_path: Path, driver: ctypes.CDLL, slots: int
         assert in_step(engine, session, requests(engine, 40, random), random) > 300
         launches, captures = count(driver, "launches"), count(driver, "captures")
         assert launches - before[0] > 3 * (captures - before[1]) > 0  # graphs are replayed
-        assert session.facts.slots == slots and not session.facts.one_text
+        assert session.facts.slots == slots and not session.facts.output_invariant
 
 
 def test_a_stale_row_would_be_noticed(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Config(c.Structure):
 class Facts(c.Structure):
     _fields_ = (
         *((name, I32) for name in ("vocab_size", "max_len", "max_gamma", "slots", "has_draft",
-                                   "one_text", "end_count", "reserved")),
+                                   "output_invariant", "end_count", "reserved")),
         ("ends", c.POINTER(I64)),
     )  # fmt: skip
 

@@ -130,7 +130,7 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
     few = {"weights": weights, "draft_weights": weights} if weights else {}
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
-        assert session.facts.one_text == engine.bits.of_gamma
+        assert session.facts.output_invariant == engine.bits.of_gamma
         assert in_step(engine, session, requests(engine, 60, random), random) > 500
 
 
@@ -194,7 +194,7 @@ def test_one_text_for_every_gamma_or_none(
         write_json(bundle / MANIFEST_FILE, "manifest", manifest)
     with both(bundle, threads=1, **({"plain_width": width} if width else {})) as (engine, session):
         same_text = {"gamma", "draft", "slot", "neighbour"} <= {*engine.bits.same}
-        assert session.facts.one_text == same_text
+        assert session.facts.output_invariant == same_text
         plain = {"gamma": 0, "max_new_tokens": 9, "logprobs": 0, "ignore_eos": True}
         number = session.admit([5, 6], **plain)
         logprobs = [token.logprob for token in session.tokens(number)]
