@@ -43,30 +43,33 @@ void give_up(Sequence& sequence, const Failure& failure) {
 }
 
 Bundle read_bundle(const outrider_config& config) {
-  refuse(config.abi_version != OUTRIDER_ABI_VERSION,
-         "the program was compiled for version " + std::to_string(config.abi_version) +
-             " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
-         "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
-  refuse(config.folder == nullptr, "the folder is NULL", "Set it to a bundle made by make engines");
-  const int most = 4 * cores();
-  refuse(config.threads < 0 || config.threads > most,
-         "threads=" + std::to_string(config.threads) + " is out of range",
-         "Use 0 (automatic) to " + std::to_string(most));
-  refuse(config.slots < 0 || config.slots > 1 << 16,
-         "slots=" + std::to_string(config.slots) + " is out of range",
-         "Use a positive number, or 0 for the bundle's");
-  refuse(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
-         "Use 1 or 2, or 0");
-  refuse(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
-             (config.corpus_length > 0 && config.corpus == nullptr),
-         "corpus_length is out of range", "Set it to the number of ids in corpus");
+  refuse_if(
+      config.abi_version != OUTRIDER_ABI_VERSION,
+      "the program was compiled for version " + std::to_string(config.abi_version) +
+          " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
+      "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
+  refuse_if(config.folder == nullptr, "the folder is NULL",
+            "Set it to a bundle made by make engines");
+  const int max_threads = 4 * cores();
+  refuse_if(config.threads < 0 || config.threads > max_threads,
+            "threads=" + std::to_string(config.threads) + " is out of range",
+            "Use 0 (automatic) to " + std::to_string(max_threads));
+  refuse_if(config.slots < 0 || config.slots > 1 << 16,
+            "slots=" + std::to_string(config.slots) + " is out of range",
+            "Use a positive number, or 0 for the bundle's");
+  refuse_if(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
+            "Use 1 or 2, or 0");
+  refuse_if(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
+                (config.corpus_length > 0 && config.corpus == nullptr),
+            "corpus_length is out of range", "Set it to the number of ids in corpus");
   Bundle bundle = Bundle::read(config.folder);
   for (int64_t i = 0; i < config.corpus_length; ++i)
-    refuse(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
-           "the corpus has the token id " + std::to_string(config.corpus[i]) +
-               ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
-           "Tokenize it with the bundle's own tokenizer");
-  refuse(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU", "Leave it at 0");
+    refuse_if(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
+              "the corpus has the token id " + std::to_string(config.corpus[i]) +
+                  ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
+              "Tokenize it with the bundle's own tokenizer");
+  refuse_if(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU",
+            "Leave it at 0");
   if (!bundle.on_gpu()) // a GPU engine checks its own memory
     check_memory(bundle, config.slots > 0 ? config.slots : bundle.slots);
   if (!config.unverified) bundle.verify(false);

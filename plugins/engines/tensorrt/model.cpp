@@ -110,10 +110,11 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
     profiles_.push_back({sizes[0], sizes[1], sizes[2]});
     most = std::max(most, sizes[0].most);
   }
-  refuse(slots_ > most,
-         "slots=" + std::to_string(slots_) + " is over the " + std::to_string(most) +
-             " that the bundle was built for",
-         "Use " + std::to_string(most) + " or fewer, or build with SLOTS=" + std::to_string(slots_));
+  refuse_if(slots_ > most,
+            "slots=" + std::to_string(slots_) + " is over the " + std::to_string(most) +
+                " that the bundle was built for",
+            "Use " + std::to_string(most) +
+                " or fewer, or build with SLOTS=" + std::to_string(slots_));
   const DataType type = type_of(spec.dtype);
   const int64_t item = type == DataType::kFLOAT ? 4 : 2, logits = slots_ * widest_ * vocab_size_;
   int64_t need = spec.activations + 4 * logits;
