@@ -77,10 +77,10 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
 void check_draft(const Request& request, const Bundle& bundle) {
   const outrider_options& o = request.options;
   const bool has_temperature = o.draft_temperature != 0, has_threshold = o.draft_threshold > 0;
-  refuse_if(request.reads_model() && !bundle.draft,
+  refuse_if(request.uses_draft_model() && !bundle.draft,
             "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
             "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
-  refuse_if(request.point_masses() && o.rule == OUTRIDER_SIGMOID,
+  refuse_if(request.drafts_point_masses() && o.rule == OUTRIDER_SIGMOID,
             "the sigmoid rule needs the draft's logits, and a lookup has none",
             "Use the token rule, or the draft model");
   refuse_if(has_temperature && o.temperature == 0,
@@ -89,21 +89,21 @@ void check_draft(const Request& request, const Bundle& bundle) {
   require_in_range(!has_temperature || is_between(o.draft_temperature, 1e-3, 1e3),
                    "draft_temperature", o.draft_temperature,
                    "from 0.001 to 1000, or 0 for the target's");
-  refuse_if((has_temperature || has_threshold) && request.point_masses(),
+  refuse_if((has_temperature || has_threshold) && request.drafts_point_masses(),
             "a lookup has no probabilities for a temperature or threshold",
             "Leave them out, or use the draft model");
-  refuse_if(has_threshold && request.at_once(), "this draft always drafts gamma tokens",
+  refuse_if(has_threshold && request.drafts_all_at_once(), "this draft always drafts gamma tokens",
             "Leave draft_threshold out, or use OUTRIDER_DRAFT_MODEL");
 }
 
 } // namespace
 
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Bundle& bundle, bool forgone) {
-  Request request{options, length, {}, {}, {}, bundle.ends};
+                      const Bundle& bundle, bool invariance_lost) {
+  Request request{options, length, {}, {}, {}, bundle.eos_ids};
   outrider_options& o = request.options;
   check_sampling(o);
-  refuse_if(o.rule == OUTRIDER_COUPLED && forgone,
+  refuse_if(o.rule == OUTRIDER_COUPLED && invariance_lost,
             "the coupled rule promises a text of every gamma, and plain_width=1 ties it to one",
             "Leave one of them out");
   require_in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens,
@@ -130,11 +130,11 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
   refuse_if(o.draft == OUTRIDER_DRAFT_NONE && o.gamma > 0, "gamma contradicts OUTRIDER_DRAFT_NONE",
             "Leave one of them out");
   if (o.draft == OUTRIDER_DRAFT_DEFAULT)
-    o.draft = bundle.draft    ? OUTRIDER_DRAFT_MODEL
-              : bundle.lookup ? OUTRIDER_DRAFT_NGRAM
-                              : OUTRIDER_DRAFT_NONE;
+    o.draft = bundle.draft              ? OUTRIDER_DRAFT_MODEL
+              : bundle.ngram_by_default ? OUTRIDER_DRAFT_NGRAM
+                                        : OUTRIDER_DRAFT_NONE;
   if (o.gamma == OUTRIDER_DEFAULT_GAMMA) {
-    const int32_t default_gamma = request.reads_model()            ? 4
+    const int32_t default_gamma = request.uses_draft_model()       ? 4
                                   : o.draft == OUTRIDER_DRAFT_NONE ? 0
                                                                    : 8;
     o.gamma = std::min(default_gamma, bundle.max_gamma);
@@ -157,8 +157,8 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
     request.bias_ids.push_back(id);
     request.biases.push_back(bias);
   }
-  request.stops.assign(o.stops, o.stops + o.stop_length);
-  for (const Tokens* ids : {&request.bias_ids, &request.stops})
+  request.stop_ids.assign(o.stops, o.stops + o.stop_length);
+  for (const Tokens* ids : {&request.bias_ids, &request.stop_ids})
     for (const int64_t id : *ids)
       refuse_if(id < 0 || id >= bundle.vocab_size,
                 "the token id " + std::to_string(id) + " does not exist",

@@ -37,7 +37,7 @@ void check_memory(const Bundle& bundle, int32_t slots) {
          "Use fewer slots");
 }
 
-void give_up(Sequence& sequence, const Failure& failure) {
+void mark_broken(Sequence& sequence, const Failure& failure) {
   sequence.failure = std::make_unique<Failure>(failure);
   sequence.finish = OUTRIDER_BROKEN;
 }
@@ -90,9 +90,10 @@ Decoder::Decoder(const outrider_config& config)
     if (hashes.valid()) hashes.get();
   };
   try {
-    if (library_) bits_ = bundle_.promise(slots(), library_->version, config.plain_width);
+    if (library_)
+      guarantees_ = bundle_.guarantees_for(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
-    target_ = opened(bundle_.target, 1, config.threads, bits_.narrowest);
+    target_ = opened(bundle_.target, 1, config.threads, guarantees_.narrowest);
     int32_t width = bundle_.vocab_size;
     if (bundle_.draft) { // its bits may depend on the width of a call: only the target's matter
       draft_ = opened(*bundle_.draft, gamma, config.threads, 1);
@@ -154,7 +155,7 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 }
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
-  Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
+  Request request = check_request(prompt, length, options, bundle_, guarantees_.invariance_lost);
   std::map<uint64_t, std::unique_ptr<Sequence>> made; // merged below, which allocates nothing
   Sequence& sequence = *(made[next_] = std::make_unique<Sequence>());
   sequence.request = std::move(request);
@@ -179,7 +180,7 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
-  } catch (const Broken&) {
+  } catch (const BrokenLogits&) {
     leave(sequence);
     clear(sequence.slot);
     throw;
@@ -216,17 +217,17 @@ void Decoder::round() {
   try {
     std::vector<Plan> all = plans;
     speculate(all);
-  } catch (const Broken& broken) {
+  } catch (const BrokenLogits& broken) {
     if (plans.size() == 1) {
-      give_up(*plans[0].sequence, broken);
+      mark_broken(*plans[0].sequence, broken);
     } else {
       for (const Plan& plan : plans) { // each alone, so that only the broken ones fail
         std::vector<Plan> alone = {plan};
         note_rows();
         try {
           speculate(alone);
-        } catch (const Broken& own) {
-          give_up(*plan.sequence, own);
+        } catch (const BrokenLogits& own) {
+          mark_broken(*plan.sequence, own);
         }
       }
     }
@@ -279,8 +280,9 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     else if (last) origin = verdict.accepted == gamma ? OUTRIDER_BONUS : OUTRIDER_CORRECTED;
     emitted.push_back(reported(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
   }
-  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
-                        std::make_move_iterator(emitted.end())); // the last step that allocates
+  sequence.new_tokens.insert(
+      sequence.new_tokens.end(), std::make_move_iterator(emitted.begin()),
+      std::make_move_iterator(emitted.end())); // the last step that allocates
   // From here on nothing fails, so that the stop callback is called once for each token.
   const auto size = static_cast<int64_t>(ids.size());
   int32_t finish = OUTRIDER_RUNNING;
@@ -289,8 +291,8 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     const int64_t id = ids[static_cast<size_t>(count++)];
     finish = finish_of(sequence, id, sequence.stats.output_tokens + count);
   }
-  sequence.fresh.erase(sequence.fresh.end() - (size - count), sequence.fresh.end());
-  sequence.commit(ids, request.reads_model() ? gamma : 0);
+  sequence.new_tokens.erase(sequence.new_tokens.end() - (size - count), sequence.new_tokens.end());
+  sequence.commit(ids, request.uses_draft_model() ? gamma : 0);
   sequence.roll_back(sequence.length() - (size - count));
   sequence.finish = finish;
   sequence.stats.output_tokens += count;
@@ -325,8 +327,8 @@ int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t coun
   const auto among = [&](const Tokens& ids) {
     return std::find(ids.begin(), ids.end(), token) != ids.end();
   };
-  if (!request.options.ignore_eos && among(request.ends)) return OUTRIDER_EOS;
-  if (among(request.stops)) return OUTRIDER_STOPPED;
+  if (!request.options.ignore_eos && among(request.eos_ids)) return OUTRIDER_EOS;
+  if (among(request.stop_ids)) return OUTRIDER_STOPPED;
   if (request.options.stop && request.options.stop(request.options.stop_data, token) != 0)
     return OUTRIDER_STOPPED;
   if (count == request.options.max_new_tokens) return OUTRIDER_LENGTH;
@@ -343,7 +345,7 @@ int64_t Decoder::limit(const Sequence& sequence) const {
       std::min<int64_t>(request.options.max_new_tokens - sequence.stats.output_tokens,
                         bundle_.max_len - sequence.length());
   int64_t most = left - 1;
-  if (request.reads_model())
+  if (request.uses_draft_model())
     most = draft_ ? std::min(most, bundle_.draft->max_len - sequence.length()) : 0;
   return std::max<int64_t>(0, most);
 }

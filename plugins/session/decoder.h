@@ -14,9 +14,9 @@
 namespace outrider {
 
 // Validate a request as far as possible without a slot; returns a copy of the options with defaults
-// filled in. forgone: of the bundle's Bits. Throws Failure.
+// filled in. invariance_lost: of the bundle's Guarantees. Throws Failure.
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Bundle& bundle, bool forgone);
+                      const Bundle& bundle, bool invariance_lost);
 
 class Decoder {
 public:
@@ -30,7 +30,7 @@ public:
   Sequence& sequence(uint64_t request);
 
   const Bundle& bundle() const { return bundle_; }
-  const Bits& bits() const { return bits_; }
+  const Guarantees& guarantees() const { return guarantees_; }
   int32_t slots() const { return static_cast<int32_t>(rows_.size()); }
 
 private:
@@ -53,7 +53,7 @@ private:
   // Declared in order of dependency: ONNX Runtime outlives its models.
   Bundle bundle_;
   std::unique_ptr<ort::Library> library_; // null if the models run on a GPU
-  Bits bits_;
+  Guarantees guarantees_;
   std::unique_ptr<Engine> target_, draft_;
   std::unique_ptr<Corpus> corpus_;
   std::unique_ptr<Sampler> sampler_;

@@ -54,21 +54,21 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
   // Rows that the draft lacks: the prompt at first, plain rounds later.
   for (Plan& plan : plans) {
     Sequence& sequence = *plan.sequence;
-    const int64_t need = sequence.draft_len + sequence.draft_lacks();
-    if (plan.gamma > 0 && sequence.request.reads_model() && need > sequence.draft_len) {
+    const int64_t need = sequence.draft_len + sequence.missing_draft_rows();
+    if (plan.gamma > 0 && sequence.request.uses_draft_model() && need > sequence.draft_len) {
       // A failed prefill may have overwritten the rows that this one would continue from.
       const int64_t start = engine_->held.resumes(sequence.slot, sequence.draft_len);
       engine_->prefill(sequence.slot, sequence.tokens, start, need);
       sequence.draft_len = kept[sequence.slot] = need;
     }
   }
-  at_once(plans, kept);
+  draft_all_at_once(plans, kept);
   std::vector<Place> places;
   bool any_rows = false, any_chain = false;
   for (const Plan& plan : plans) {
     const Request& request = plan.sequence->request;
     places.push_back({plan.sequence, plan.gamma, {}, request.options.seed, false});
-    any_rows |= plan.gamma > 0 && !request.point_masses();
+    any_rows |= plan.gamma > 0 && !request.drafts_point_masses();
     any_chain |= plan.gamma > 0 && request.options.draft == OUTRIDER_DRAFT_CHAIN;
   }
   sampler.begin(std::move(places));
@@ -88,9 +88,9 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
     if (plan.gamma == 0) continue;
     const Request& request = plan.sequence->request;
     with_drafts.push_back(&plan);
-    if (request.reads_model()) stepping.push_back(&plan);
+    if (request.uses_draft_model()) stepping.push_back(&plan);
     others |= request.options.draft != OUTRIDER_DRAFT_MODEL;
-    draws |= !request.at_once();
+    draws |= !request.drafts_all_at_once();
   }
   const auto most = [&](bool of_model = false) {
     int64_t gamma = 0;
@@ -136,7 +136,7 @@ void Proposer::draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView
   for (size_t b = 0; b < plans.size(); ++b) {
     Plan& plan = plans[b];
     const Sequence& sequence = *plan.sequence;
-    if (number >= plan.gamma || sequence.request.at_once()) continue;
+    if (number >= plan.gamma || sequence.request.drafts_all_at_once()) continue;
     const int64_t token = sampler.drawn(b, number);
     plan.drafts.push_back(token);
     const double threshold = sequence.request.options.draft_threshold;
@@ -161,12 +161,12 @@ Tokens Proposer::guess(Sequence& sequence, const Tokens& drafts, int64_t count) 
 }
 
 // Draft for the sources that give all tokens at once, and set gamma to their number.
-void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept) {
+void Proposer::draft_all_at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept) {
   Plans chained;
   for (Plan& plan : plans) {
     const Request& request = plan.sequence->request;
-    if (plan.gamma == 0 || !request.at_once()) continue;
-    if (request.point_masses()) {
+    if (plan.gamma == 0 || !request.drafts_all_at_once()) continue;
+    if (request.drafts_point_masses()) {
       plan.drafts = guess(*plan.sequence, {}, plan.gamma);
     } else {
       chained.push_back(&plan);
@@ -174,7 +174,7 @@ void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kep
   }
   if (!chained.empty()) chain(chained, kept);
   for (Plan& plan : plans) {
-    if (plan.gamma == 0 || !plan.sequence->request.at_once()) continue;
+    if (plan.gamma == 0 || !plan.sequence->request.drafts_all_at_once()) continue;
     plan.gamma = plan.sequence->first_forbidden(plan.drafts, width_);
     plan.drafts.resize(static_cast<size_t>(plan.gamma));
   }
@@ -258,7 +258,7 @@ LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kep
   for (const Plan* plan : drafting) {
     const Sequence& sequence = *plan->sequence;
     const auto count = static_cast<int64_t>(plan->drafts.size());
-    if (sequence.request.at_once()) { // chain has written its rows: write after them
+    if (sequence.request.drafts_all_at_once()) { // chain has written its rows: write after them
       fed.push_back({&sequence, sequence.length() - 1 + count, {}});
       continue;
     }
@@ -278,7 +278,7 @@ LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kep
 // Turn a row [V] into the logits that the sequence's token of this step is drawn from.
 void Proposer::fill(float* row, const Plan& plan, int64_t step) const {
   const Sequence& sequence = *plan.sequence;
-  if (sequence.request.point_masses()) { // all mass on the guessed token
+  if (sequence.request.drafts_point_masses()) { // all mass on the guessed token
     std::fill(row, row + width_, -INFINITY);
     row[plan.drafts[static_cast<size_t>(step)]] = 0;
   } else if (sequence.request.options.draft == OUTRIDER_DRAFT_CHAIN) {

@@ -50,13 +50,13 @@ public:
            const Corpus* corpus);
 
   // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
-  // the valid rows of all slots. Throws Failure, or Broken for the logits of one sequence.
+  // the valid rows of all slots. Throws Failure, or BrokenLogits for the logits of one sequence.
   DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
 
 private:
   using Plans = std::vector<Plan*>;
   Tokens guess(Sequence& sequence, const Tokens& drafts, int64_t count) const;
-  void at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
+  void draft_all_at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
   void chain(const Plans& plans, const std::vector<int64_t>& kept);
   DraftRows steps(std::vector<Plan>& plans, Sampler& sampler, const std::vector<int64_t>& kept);
   void draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView& logits, int64_t number,

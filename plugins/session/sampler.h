@@ -11,7 +11,7 @@
 namespace outrider {
 
 // The logits of one sequence are broken; the others may continue without it.
-struct Broken : Failure {};
+struct BrokenLogits : Failure {};
 
 // One sequence's part of a round. gamma: number of draft tokens. drafts: tokens of the same round
 // that precede them, decided in earlier inner rounds.
@@ -97,12 +97,12 @@ private:
     const Request& request = sequence.request;
     const outrider_options& options = request.options;
     context_[b].clear();
-    if (request.reads_context()) {
+    if (request.has_penalties()) {
       context_[b] = sequence.tokens;
       context_[b].insert(context_[b].end(), place.drafts.begin(), place.drafts.end());
     }
     const int64_t before = static_cast<int64_t>(place.drafts.size());
-    const int64_t masked = sequence.early() - before;
+    const int64_t masked = sequence.min_tokens_left() - before;
     outrider_slot slot{};
     slot.seed = place.seed;
     slot.top_p = options.top_p;
@@ -111,9 +111,9 @@ private:
     slot.context = context_[b].empty() ? nullptr : context_[b].data();
     slot.context_length = static_cast<int32_t>(context_[b].size());
     slot.output_start = static_cast<int32_t>(request.prompt_length);
-    if (masked > 0 && !request.ends.empty()) {
-      slot.suppress = request.ends.data();
-      slot.suppress_length = static_cast<int32_t>(request.ends.size());
+    if (masked > 0 && !request.eos_ids.empty()) {
+      slot.suppress = request.eos_ids.data();
+      slot.suppress_length = static_cast<int32_t>(request.eos_ids.size());
     }
     slot.suppress_rows =
         static_cast<int32_t>(std::max<int64_t>(0, std::min(masked, place.gamma + 1)));
@@ -141,15 +141,16 @@ private:
     while (verdicts_[b].status == OUTRIDER_OK) ++b;
     const outrider_verdict& verdict = verdicts_[b];
     if (verdict.status == OUTRIDER_NO_DRAFT_LOGITS)
-      throw Broken{{OUTRIDER_FAILED_OPTION,
-                    "the sigmoid rule needs the draft's logits, and this draft has none",
-                    "Use the token rule, or a draft model"}};
+      throw BrokenLogits{{OUTRIDER_FAILED_OPTION,
+                          "the sigmoid rule needs the draft's logits, and this draft has none",
+                          "Use the token rule, or a draft model"}};
     const char* model = verdict.model == OUTRIDER_TARGET ? "target" : "draft";
-    throw Broken{{OUTRIDER_FAILED_NUMERIC,
-                  std::string(model) + ", slot " + std::to_string(slots_[b].index) + ", position " +
-                      std::to_string(slots_[b].position + static_cast<uint32_t>(verdict.row)) +
-                      ": " + outrider_status_text(verdict.status),
-                  "Build the engines with DTYPE=float32, and check that the checkpoint is intact"}};
+    throw BrokenLogits{
+        {OUTRIDER_FAILED_NUMERIC,
+         std::string(model) + ", slot " + std::to_string(slots_[b].index) + ", position " +
+             std::to_string(slots_[b].position + static_cast<uint32_t>(verdict.row)) + ": " +
+             outrider_status_text(verdict.status),
+         "Build the engines with DTYPE=float32, and check that the checkpoint is intact"}};
   }
 
   const int32_t vocab_size_, draft_vocab_size_, width_, threads_;

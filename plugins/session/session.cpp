@@ -48,8 +48,8 @@ void outrider_get_facts(const outrider_session* session, outrider_facts* facts) 
   if (session == nullptr) return;
   const outrider::Bundle& bundle = session->decoder.bundle();
   *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
-            bundle.draft.has_value(), session->decoder.bits().output_invariant,
-            static_cast<int32_t>(bundle.ends.size()), 0, bundle.ends.data()};
+            bundle.draft.has_value(), session->decoder.guarantees().output_invariant,
+            static_cast<int32_t>(bundle.eos_ids.size()), 0, bundle.eos_ids.data()};
 }
 
 void outrider_default_options(outrider_options* options) {
@@ -83,12 +83,12 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
     *count = 0;
     Sequence& sequence = decoder_of(session).sequence(request);
     const size_t max_count = capacity > 0 ? static_cast<size_t>(capacity) : 0;
-    const size_t taken = std::min(max_count, sequence.fresh.size());
+    const size_t taken = std::min(max_count, sequence.new_tokens.size());
     session->taken.clear();
     session->taken.reserve(taken); // now, so that running out of memory loses no token
     for (size_t i = 0; i < taken; ++i) {
-      session->taken.push_back(std::move(sequence.fresh.front()));
-      sequence.fresh.pop_front();
+      session->taken.push_back(std::move(sequence.new_tokens.front()));
+      sequence.new_tokens.pop_front();
     }
     for (size_t i = 0; i < taken; ++i) {
       const outrider::Token& token = session->taken[i];
@@ -96,7 +96,7 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
                    static_cast<int32_t>(token.ids.size()), token.origin};
     }
     *count = static_cast<int32_t>(taken);
-    const bool last = sequence.fresh.empty();
+    const bool last = sequence.new_tokens.empty();
     if (finish != nullptr) *finish = last ? sequence.finish : OUTRIDER_RUNNING;
     if (last && sequence.failure != nullptr) throw Failure(*sequence.failure);
   });

@@ -108,7 +108,7 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
   for (int32_t i = 0; i < spec.profile_count; ++i) {
     const SizeRange* const sizes = spec.profiles + 3 * i;
     profiles_.push_back({sizes[0], sizes[1], sizes[2]});
-    most = std::max(most, sizes[0].most);
+    most = std::max(most, sizes[0].max);
   }
   refuse_if(slots_ > most,
             "slots=" + std::to_string(slots_) + " is over the " + std::to_string(most) +
@@ -233,7 +233,7 @@ int32_t TensorRtModel::profile_of(const EngineCall& call) const {
   for (size_t i = 0; i < profiles_.size(); ++i) {
     bool takes = true;
     for (size_t k = 0; k < 3; ++k)
-      takes &= profiles_[i][k].least <= asked[k] && asked[k] <= profiles_[i][k].most;
+      takes &= profiles_[i][k].min <= asked[k] && asked[k] <= profiles_[i][k].max;
     if (takes) return static_cast<int32_t>(i);
   }
   fail(OUTRIDER_FAILED_BUNDLE,
