@@ -43,8 +43,8 @@ HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
   logits_ = zeros<float>(int64_t{buffers} * slots * widest * vocab_size);
 }
 
-double HostEngine::least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest,
-                               int32_t buffers) {
+double HostEngine::min_bytes(const ModelFacts& facts, int32_t slots, int32_t widest,
+                             int32_t buffers) {
   double row = 0;
   for (const auto* side : {&facts.keys, &facts.values})
     for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
@@ -123,7 +123,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   const int64_t start = position[0];
   // No round goes back this far, so it is a new sequence, some of whose first rows may be reused.
   const bool another =
-      slots == 1 && (start == 0 || held.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
+      slots == 1 && (start == 0 || held_rows.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
   if (need <= rows_ && !(another && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
   int64_t rows = FIRST_ROWS;
   while (rows < need) rows *= 2;
@@ -139,7 +139,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
       memcpy(other[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
              static_cast<size_t>(kept * row));
   }
-  if (another) held.cut(0, kept);
+  if (another) held_rows.truncate(0, kept);
   calls_.clear(); // they hold the old addresses
   for (size_t i = 0; i < caches_.size(); ++i)
     if (other[i]) caches_[i].data = std::move(other[i]);
