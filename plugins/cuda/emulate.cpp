@@ -263,7 +263,7 @@ int32_t added_flags = 0, removed_flags = 0;
 
 int32_t flags_of(const outrider_slot* slots, int32_t count) {
   int32_t flags = added_flags;
-  for (int b = 0; b < count; ++b) flags |= needs(slots[b], true);
+  for (int b = 0; b < count; ++b) flags |= needed_flags(slots[b], true);
   return flags & ~removed_flags;
 }
 
@@ -292,7 +292,7 @@ int32_t outcome(const outrider_slot* slots, const outrider_verdict* verdicts, in
                 int32_t width) {
   int32_t status = OUTRIDER_OK;
   for (int b = 0; verdicts != nullptr && b < count; ++b) {
-    if (!legal(slots[b], width)) return verdicts[b].status; // as in the CPU library
+    if (!is_valid(slots[b], width)) return verdicts[b].status; // as in the CPU library
     if (verdicts[b].status != OUTRIDER_OK) status = OUTRIDER_SLOT_FAILED;
   }
   return status;

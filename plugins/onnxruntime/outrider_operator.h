@@ -84,10 +84,10 @@ Operator operator_of(decltype(Operator::create_or_fail) create,
   return made;
 }
 
-// The table for the instruction set in use or, if there is none, for the next lesser one. The list
+// The table for the instruction set in use or, if there is none, for its fallback. The list
 // must contain the plain table.
 template <class Tiles> const Tiles* tiles_of(std::initializer_list<const Tiles*> known) {
-  for (const outrider_set* set = outrider_set_in_use(); set != nullptr; set = set->lesser)
+  for (const outrider_set* set = outrider_set_in_use(); set != nullptr; set = set->fallback)
     for (const Tiles* tiles : known)
       if (strcmp(tiles->name, set->name) == 0) return tiles;
   return nullptr;

@@ -261,10 +261,11 @@ public:
     int32_t count = sizes.slot_count;
     const void *seed = inputs[SEED], *position = inputs[POSITION], *gamma = inputs[GAMMA],
                *temperature = inputs[TEMPERATURE], *lenience = inputs[LENIENCE],
-               *slots = memory.slots, *arrived = call.arrived, *verdicts = memory.verdicts,
-               *accepted = outputs[ACCEPTED], *token = outputs[TOKEN], *state = outputs[STATUS];
-    void* pack[] = {&seed,     &position, &gamma,   &temperature,
-                    &lenience, &slots,    &arrived, &count};
+               *slots = memory.slots, *finished_blocks = call.finished_blocks,
+               *verdicts = memory.verdicts, *accepted = outputs[ACCEPTED], *token = outputs[TOKEN],
+               *state = outputs[STATUS];
+    void* pack[] = {&seed,     &position, &gamma,           &temperature,
+                    &lenience, &slots,    &finished_blocks, &count};
     void* unpack[] = {&verdicts, &accepted, &token, &state, &count};
     void* whole[] = {plan.call};
 

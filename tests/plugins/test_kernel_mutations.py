@@ -98,7 +98,7 @@ MUTATIONS = {
     },
     "core/outrider_round.h": {
         "scale missing in the residual": (
-            "rest_scale_ * (q_.total / p_[i].total)", "1.0 * (q_.total / p_[i].total)",
+            "residual_scale_ * (q_.total / p_[i].total)", "1.0 * (q_.total / p_[i].total)",
         ),
         "totals exchanged": ("(q_.total / p_[i].total)", "(p_[i].total / q_.total)"),
         "point mass not removed": ("w[token % TILE] = 0;", ""),
