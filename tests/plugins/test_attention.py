@@ -537,7 +537,7 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
         "in_place": "GetMayInplace",
     }  # fmt: skip
     checks = [
-        f"ort::{ours}::place * sizeof(void*) == offsetof(OrtApi, {theirs})"
+        f"ort::{ours}::index * sizeof(void*) == offsetof(OrtApi, {theirs})"
         for ours, theirs in functions.items()
     ] + [
         f"offsetof(ort::Operator, {ours}) == offsetof(OrtCustomOp, {theirs})"
