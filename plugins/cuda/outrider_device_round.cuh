@@ -278,9 +278,9 @@ DEVICE void sigmoid_residual(const outrider_slot& slot, const outrider_row& p,
 // Computes the weights of tile k of p or, if `from_residual`, of max(0, scale p - q) in units of
 // q's weights: if p and q are the same row, the factor is exactly 1 and the residual exactly 0.
 // Without a draft's distribution, q is a point mass on its token. Returns the shift.
-template <bool GENERAL> DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b,
-                                             int i, bool from_residual, double scale, int k,
-                                             float w[PER_LANE]) {
+template <bool GENERAL>
+DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, bool from_residual,
+                     double scale, int k, float w[PER_LANE]) {
   const outrider_row p = *row_at(call, b, i);
   const Row target = target_row(call, slot, b, i), draft = draft_row(call, slot, b, i);
   const bool subtracts = from_residual && !point_draft(call, slot);

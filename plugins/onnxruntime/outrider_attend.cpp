@@ -154,7 +154,7 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
   const int64_t end = (rows + PART - 1) / PART;
   if (c.length) return {0, end - 1, end};
   const int64_t own = c.position[slot];
-  return {outrider_attention_from(c, own) / PART, own / PART, end};
+  return {outrider_attention_first_row(c, own) / PART, own / PART, end};
 }
 
 constexpr int64_t SHARES = 12; // maximum for all heads together; divisible by many thread counts
@@ -187,8 +187,8 @@ ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
   if (status != nullptr) return status;
   return ort::parallel_for(kernel.api, context, heads, heads * head_size < 1 << 16, [&](int64_t i) {
     const Parts parts = parts_of(c, i / c.key_heads);
-    kernel.tiles->join(&c, i / c.key_heads, i % c.key_heads, parts.end - parts.first,
-                       sums.get() + i * head_size);
+    kernel.tiles->combine(&c, i / c.key_heads, i % c.key_heads, parts.end - parts.first,
+                          sums.get() + i * head_size);
   });
 }
 

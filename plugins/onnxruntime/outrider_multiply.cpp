@@ -195,7 +195,8 @@ ort::Status* multiply_experts(void* made, ort::Context* context) {
   const size_t experts = static_cast<size_t>(kernel.experts);
   const std::unique_ptr<int64_t[]> order(new (std::nothrow) int64_t[all + 2 * experts + 1]);
   const std::unique_ptr<float[]> out(new (std::nothrow) float[wide]);
-  const std::unique_ptr<char[]> rounded(new (std::nothrow) char[(given_blocks + sorted_blocks) * ROUNDED]);
+  const std::unique_ptr<char[]> rounded(
+      new (std::nothrow) char[(given_blocks + sorted_blocks) * ROUNDED]);
   if (!order || !out || !rounded) return ort::make_error(api, "out of memory");
   set_rounded(&c, rounded.get(), given_blocks);
   outrider_product of_sorted = c;
