@@ -85,7 +85,7 @@ ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tens
   if (first != nullptr && in[MORE].value != nullptr) {
     rows = PANEL * in[LEVELS].sizes[0];
     match = rows < kernel.rows &&
-           sizes_match(kernel, in[MORE], in[MORE + 1], kernel.rows - rows, 12 - kernel.bits);
+            sizes_match(kernel, in[MORE], in[MORE + 1], kernel.rows - rows, 12 - kernel.bits);
   }
   if (first != nullptr) *first = rows;
   if (!match || !sizes_match(kernel, in[LEVELS], in[SCALES], rows, kernel.bits))
