@@ -15,7 +15,7 @@ import pytest
 from operators import FLOAT, INT8, INT64, OTHER_SIZE, Feeds, refuses, session_of, with_each_set
 
 from export.host.observing import AHEAD
-from plugins.tools.build import find_compiler, includes
+from plugins.tools.build import find_compiler, include_options
 
 Array = npt.NDArray[np.float32]
 Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
@@ -545,5 +545,5 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
     ]
     lines = ["#include <onnxruntime_c_api.h>", '#include "outrider_ort_api.h"']
     source.write_text("\n".join([*lines, *(f'static_assert({c}, "");' for c in checks)]))
-    command = [*find_compiler(), "-std=c++17", "-fsyntax-only", *includes()]
+    command = [*find_compiler(), "-std=c++17", "-fsyntax-only", *include_options()]
     subprocess.run([*command, f"-I{Path(ORT_ROOT) / 'include'}", source], check=True)

@@ -11,7 +11,7 @@ import pytest
 from samplers import TOKEN, open_backend
 from test_philox import KNOWN_ANSWERS
 
-from plugins.tools.build import BuildError, build, find_compiler, includes
+from plugins.tools.build import BuildError, build, find_compiler, include_options
 from runtime.files import library
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
@@ -55,7 +55,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         '#include <cstdio>\n#include "outrider.h"\nint main() {' + "".join(lines) + "}"
     )
     program = tmp_path / "layout"
-    subprocess.run([*find_compiler(), *includes(), source, "-o", program], check=True)
+    subprocess.run([*find_compiler(), *include_options(), source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
            for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip

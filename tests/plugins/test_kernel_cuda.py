@@ -196,7 +196,10 @@ def test_a_missing_flag_is_refused_not_wrong(name):
             sampler.verify(case.target, case.draft)
     served = sampler._verdicts[0]
     assert sampler.drafts[0].tolist() == want[0][0]
-    assert (served["accepted"], served["token"]) == (want[1][0].accepted, want[1][0].token)
+    assert (served["accepted"], served["token"]) == (
+        want[1][0].accepted,
+        want[1][0].token,
+    )
     assert sampler._verdicts[1]["token"] == -1
 
 
@@ -295,7 +298,7 @@ LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_
 @slow
 @pytest.mark.parametrize("architecture", cubins.ARCHITECTURES)
 def test_compiles_for(nvrtc, architecture):
-    made = cubins.build(cubins.HERE.parent / "build" / "cuda", [architecture])
+    made = cubins.build(cubins.PLUGINS_FOLDER.parent / "build" / "cuda", [architecture])
     code = made[architecture].read_bytes()
     record = cubins.read_record(made[architecture].parent)[architecture]["kernels"]
     expected = kernels_of_plans() | LOOP_KERNELS
@@ -340,14 +343,14 @@ def test_nothing_is_compiled_twice_and_errors_are_told(nvrtc, tmp_path, monkeypa
     assert path.stat().st_mtime_ns == first and capsys.readouterr().err.count("compile") == 1
     record = json.loads((out / "small.json").read_text())
     assert list(record["sm_90"]["kernels"]) == ["f"]
-    assert cubins.table(record, ["sm_90"]).splitlines()[1].startswith("f ")
+    assert cubins.resource_table(record, ["sm_90"]).splitlines()[1].startswith("f ")
     monkeypatch.setattr(cubins, "SPILL_LIMIT", -1)
     with pytest.raises(BuildError, match=r"f spills 0 bytes on sm_90, more than -1\. Give"):
         cubins.build(out, ["sm_90"], source, "small")
     source.write_text("this is not C++")
     with pytest.raises(BuildError, match=r"small.cu does not compile for sm_90"):
         cubins.build(out, ["sm_90"], source, "small")
-    monkeypatch.setattr(cubins, "_libraries", list)
+    monkeypatch.setattr(cubins, "_candidate_libraries", list)
     with pytest.raises(BuildError, match=r"NVRTC was not found\. Install it"):
         cubins.Nvrtc()
 

@@ -17,7 +17,7 @@ import test_kernel_exact as exact
 from samplers import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
 from test_kernel_fuzz import FAULTS, mutated
 
-from plugins.tools.build import HERE, build
+from plugins.tools.build import PLUGINS_FOLDER, build
 from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
@@ -205,7 +205,7 @@ def caught(library):
     return False
 
 
-def compiled(folder, sources=HERE):
+def compiled(folder, sources=PLUGINS_FOLDER):
     """A library of these sources, quickly compiled."""
     library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
     return kernel.load_file(library.resolve())
@@ -224,4 +224,4 @@ def test_a_mutation_is_caught(tmp_path, mutation):
 
 def test_every_mutation_still_applies():
     for name, old, _ in (*CASES.values(), *(fault[1:4] for fault in FAULTS.values())):
-        assert (HERE / name).read_text().count(old) == 1, f"{name}: {old}"
+        assert (PLUGINS_FOLDER / name).read_text().count(old) == 1, f"{name}: {old}"

@@ -23,12 +23,12 @@ from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 from plugins.tools import build_tensorrt, cubins
 from plugins.tools.build import (
     FLAGS,
-    HERE,
+    PLUGINS_FOLDER,
     WARNINGS,
     BuildError,
     build_emulated,
     find_compiler,
-    includes,
+    include_options,
 )
 from runtime.sampling.warp import SamplingParams
 
@@ -50,7 +50,8 @@ def test_without_headers_it_says_what_to_do(root, message):
     run = subprocess.run(
         [sys.executable, "-m", "plugins.tools.build_tensorrt",
          *(["--tensorrt-root", root] if root else [])],
-        cwd=HERE.parent, env={k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"},
+        cwd=PLUGINS_FOLDER.parent,
+        env={k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 8 and run.stdout == ""
@@ -65,7 +66,7 @@ def test_without_cudas_headers_it_says_what_to_do(monkeypatch):
 
 
 def test_the_kernels_that_it_loads_are_there():
-    source = (HERE / "tensorrt" / "driver.cpp").read_text()
+    source = (PLUGINS_FOLDER / "tensorrt" / "driver.cpp").read_text()
     wanted = re.findall(r'^    \{"(\w+)", "(\w+)"\},$', source, re.MULTILINE)
     assert len(wanted) == 4
     for module, name in wanted:
@@ -118,7 +119,7 @@ def tools(library, tmp_path_factory):
     """The driver, the kernels that it runs, the harness, the plugin."""
     folder = tmp_path_factory.mktemp("tools")
     public, cuda = build_tensorrt.tensorrt_headers(TENSORRT), build_tensorrt.cuda_headers()
-    headers = [f"-isystem{public}", f"-isystem{cuda}", *includes()]
+    headers = [f"-isystem{public}", f"-isystem{cuda}", *include_options()]
     for name in ("driver_standin", "plugin_harness"):
         # The plugin asks for the driver by this name, and gets what is loaded already.
         soname = ["-Wl,-soname,libcuda.so.1"] if name == "driver_standin" else []

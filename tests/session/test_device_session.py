@@ -78,8 +78,8 @@ def test_older_headers_make_no_engine(tmp_path: Path) -> None:
     """Of the plugin they still make one."""
     path = tmp_path / "NvInferRuntime.h"
     path.write_text("class ICudaEngine;")
-    assert not build_tensorrt.new_enough(tmp_path)
-    assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(TENSORRT))
+    assert not build_tensorrt.can_build_engine(tmp_path)
+    assert build_tensorrt.can_build_engine(build_tensorrt.tensorrt_headers(TENSORRT))
 
 
 def test_liboutrider_needs_none_of_it() -> None:
