@@ -56,7 +56,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     )
     program = tmp_path / "layout"
     subprocess.run([*find_compiler(), *include_options(), source, "-o", program], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
            for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip
     for structure, last in (
@@ -64,7 +64,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         (cuda_kernel.Launch, "block"), (cuda_kernel.Plan, "call"),
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]
-    assert [int(n) for n in said] == got
+    assert [int(n) for n in printed] == got
     assert kernel.SLOT.itemsize % 8 == kernel.VERDICT.itemsize % 8 == 0  # copied in words
 
 

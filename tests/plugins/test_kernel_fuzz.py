@@ -68,7 +68,9 @@ def mutated(folder, name, old, new):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sanitizer", "name", "old", "new", "says"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found(tmp_path, sanitizer, name, old, new, says):
+@pytest.mark.parametrize(
+    ("sanitizer", "name", "old", "new", "pattern"), FAULTS.values(), ids=FAULTS
+)
+def test_faults_are_found(tmp_path, sanitizer, name, old, new, pattern):
     done = fuzz(sanitizer, 0, tmp_path, mutated(tmp_path, name, old, new))
-    assert done.returncode != 0 and re.search(says, done.stderr), done.stderr[-2000:]
+    assert done.returncode != 0 and re.search(pattern, done.stderr), done.stderr[-2000:]

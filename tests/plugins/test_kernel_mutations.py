@@ -194,7 +194,7 @@ def checks(library):
         yield lambda r=rule, e=enumerated: e(library, r, 0, 2)
 
 
-def caught(library):
+def is_detected(library):
     for check in checks(library):
         try:
             check()
@@ -205,7 +205,7 @@ def caught(library):
     return False
 
 
-def compiled(folder, sources=PLUGINS_FOLDER):
+def compile_library(folder, sources=PLUGINS_FOLDER):
     """A library of these sources, quickly compiled."""
     library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
     return kernel.load_file(library.resolve())
@@ -213,13 +213,13 @@ def compiled(folder, sources=PLUGINS_FOLDER):
 
 @pytest.mark.slow
 def test_the_unchanged_source_passes(tmp_path: Path):
-    assert not caught(compiled(tmp_path))
+    assert not is_detected(compile_library(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", CASES.values(), ids=CASES)
 def test_a_mutation_is_caught(tmp_path, mutation):
-    assert caught(compiled(tmp_path, mutated(tmp_path, *mutation)))
+    assert is_detected(compile_library(tmp_path, mutated(tmp_path, *mutation)))
 
 
 def test_every_mutation_still_applies():
