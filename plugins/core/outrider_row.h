@@ -161,23 +161,23 @@ inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   return BINS;
 }
 
-// Collects the tokens of bin `wanted` (-1: all bins) in scratch.candidates; returns their number.
+// Collects the tokens of a bin (-1: of all bins) in scratch.candidates; returns their number.
 inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
-                  const Scratch& scratch, float floor, float negligible, int wanted) {
+                  const Scratch& scratch, float floor, float negligible, int target_bin) {
   alignas(64) float buffer[TILE], w[TILE];
   alignas(64) int bin[TILE];
   int found = 0;
   for (int k = 0; k < row.tiles(); ++k) {
     if (scratch.tile_max[k] < floor || scratch.tile_max[k] < negligible) continue;
-    if (wanted >= 0) {
+    if (target_bin >= 0) {
       std::fill_n(buffer, TILE, scratch.tile_max[k]);
       ops.bins(bin, w, buffer, &shape, BINS);
-      if (bin[0] > wanted) continue; // even its largest logit is in a later bin
+      if (bin[0] > target_bin) continue; // even its largest logit is in a later bin
     }
     const outrider_logit* z = row.load(ops, k, buffer);
-    if (wanted >= 0) ops.bins(bin, w, z, &shape, BINS);
+    if (target_bin >= 0) ops.bins(bin, w, z, &shape, BINS);
     for (int i = 0; i < row.count(k); ++i)
-      if (z[i] >= floor && (wanted < 0 || bin[i] == wanted))
+      if (z[i] >= floor && (target_bin < 0 || bin[i] == target_bin))
         scratch.candidates[found++] = {z[i], k * TILE + i};
   }
   return found;

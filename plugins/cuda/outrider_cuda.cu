@@ -54,13 +54,13 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
   const outrider_slot& slot = call.slots[b];
   if (!takes_part(call, slot, b)) return;
   const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.wanted) return;
+  if (!scanned.needed) return;
   scan_row<GENERAL>(call, row_of(call, slot, b, scanned), call.tiles + tiles_at(call, b, r),
                     shape_of(slot).rate);
   if (!last_block(call, b, static_cast<int>(gridDim.x) * scan_rows(call, slot))) return;
   for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
     const ScanRow made = scan_row(call, slot, row);
-    if (!made.wanted) continue;
+    if (!made.needed) continue;
     const int64_t at = tiles_at(call, b, row);
     const outrider_logits& logits = made.draft ? call.draft : call.target;
     const outrider_row shape =
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   const outrider_slot& slot = call.slots[b];
   if (slot.gamma < 0 || !is_supported(call, slot, true)) return;
   const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.wanted) return;
+  if (!scanned.needed) return;
   const int64_t at = tiles_at(call, b, r);
   filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
              row_at(call, b, r));

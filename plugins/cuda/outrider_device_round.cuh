@@ -50,7 +50,7 @@ DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
 
 // Row r of a scan: the target's 0 .. width, then the draft's.
 struct ScanRow {
-  bool wanted, draft;
+  bool needed, draft;
   int i;
 };
 DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
@@ -58,7 +58,7 @@ DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
   const int i = draft ? r - call.width - 1 : r;
   return {draft ? i < slot.gamma && !is_deterministic(slot) : i <= slot.gamma, draft, i};
 }
-// Number of rows that are wanted.
+// Number of rows that are needed.
 DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
   return slot.gamma + 1 + (shapes_draft(call) && !is_deterministic(slot) ? slot.gamma : 0);
 }

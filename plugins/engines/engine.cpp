@@ -7,9 +7,9 @@ namespace outrider {
 
 int64_t HeldRows::common_prefix(int32_t slot, const Tokens& text) const {
   const Tokens& held = tokens_[slot];
-  const size_t most = std::min(held.size(), text.size());
+  const size_t limit = std::min(held.size(), text.size());
   size_t i = 0;
-  while (i < most && held[i] == (text[i] < vocab_size_ ? text[i] : 0)) ++i;
+  while (i < limit && held[i] == (text[i] < vocab_size_ ? text[i] : 0)) ++i;
   return static_cast<int64_t>(i);
 }
 

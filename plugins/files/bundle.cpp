@@ -209,17 +209,17 @@ Bundle Bundle::read(const std::string& folder) {
   Bundle bundle;
   bundle.folder = folder;
   try {
-    const Json whole = Json::parse(text);
-    if (!whole.has("kind") || whole.at("kind").string() != "manifest")
+    const Json manifest = Json::parse(text);
+    if (!manifest.has("kind") || manifest.at("kind").string() != "manifest")
       throw BadJson{"not a manifest file of Outrider"};
-    if (whole.at("schema").integer(0, MAX_COUNT) != SCHEMA)
-      throw BadJson{"schema " + whole.at("schema").canonical() + "; this version reads schema " +
+    if (manifest.at("schema").integer(0, MAX_COUNT) != SCHEMA)
+      throw BadJson{"schema " + manifest.at("schema").canonical() + "; this version reads schema " +
                     std::to_string(SCHEMA)};
-    if (!whole.has("checksum") ||
-        whole.at("checksum").string() != Sha256::of(whole.canonical("checksum")))
+    if (!manifest.has("checksum") ||
+        manifest.at("checksum").string() != Sha256::of(manifest.canonical("checksum")))
       throw BadJson{"the checksum does not match: the file was edited or damaged"};
 
-    const Json &facts = whole.at("facts"), &pair = facts.at("pair");
+    const Json &facts = manifest.at("facts"), &pair = facts.at("pair");
     bundle.backend = facts.at("backend").string();
     if (bundle.backend != "onnxruntime" && bundle.backend != "tensorrt")
       fail(OUTRIDER_FAILED_BACKEND, folder + " was built for the backend " + bundle.backend,
@@ -247,7 +247,7 @@ Bundle Bundle::read(const std::string& folder) {
     };
     if (pair.has("rules")) {
       std::string names;
-      for (const auto& [name, asked] : pair.at("rules").object())
+      for (const auto& [name, rule] : pair.at("rules").object())
         if (pair.at("rules").has(name)) names += (names.empty() ? "" : ", ") + name;
       fail(OUTRIDER_FAILED_BACKEND, "the checkpoint's generation config asks for " + names,
            "Use the Python runtime: C++ sessions do not support that yet");
@@ -317,12 +317,13 @@ Guarantees Bundle::guarantees_for(int32_t slot_count, const std::string& version
     return guarantees;
   }
   const CallBits& calls = slot_count == 1 ? invariance_->one : invariance_->several;
-  const int64_t least = *std::min_element(calls.widths.begin(), calls.widths.end());
-  const bool wide = least <= MAX_STEP_WIDTH && std::all_of(calls.others.begin(), calls.others.end(),
-                                                           [&](int64_t w) { return w < least; });
+  const int64_t min_width = *std::min_element(calls.widths.begin(), calls.widths.end());
+  const bool wide =
+      min_width <= MAX_STEP_WIDTH && std::all_of(calls.others.begin(), calls.others.end(),
+                                                 [&](int64_t w) { return w < min_width; });
   if (!wide) return guarantees;
-  if (plain_width == 0) guarantees.narrowest = static_cast<int32_t>(least);
-  guarantees.invariance_lost = guarantees.narrowest < least;
+  if (plain_width == 0) guarantees.narrowest = static_cast<int32_t>(min_width);
+  guarantees.invariance_lost = guarantees.narrowest < min_width;
   guarantees.output_invariant = !guarantees.invariance_lost && calls.rows && calls.neighbours;
   return guarantees;
 }

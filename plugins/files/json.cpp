@@ -218,10 +218,10 @@ void Json::fail_field(const std::string& why) const {
   throw_bad_json(name_.empty() ? why : name_ + ": " + why);
 }
 
-void Json::fail_kind(const char* wanted) const {
+void Json::fail_kind(const char* expected) const {
   std::string shown;
   write(shown, nullptr);
-  fail_field(shown.substr(0, 60) + " is not " + wanted);
+  fail_field(shown.substr(0, 60) + " is not " + expected);
 }
 
 bool Json::has(const std::string& name) const {

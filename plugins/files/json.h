@@ -36,7 +36,7 @@ private:
 
   friend class JsonReader;
   [[noreturn]] void fail_field(const std::string& why) const;
-  [[noreturn]] void fail_kind(const char* wanted) const;
+  [[noreturn]] void fail_kind(const char* expected) const;
   void write(std::string& out, const char* without) const;
 
   Kind kind_ = NOTHING;

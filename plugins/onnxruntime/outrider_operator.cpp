@@ -49,13 +49,13 @@ Status* output(const Api* api, Context* context, size_t index, const int64_t* si
   return status == nullptr ? call<TensorData>(api, value, data) : status;
 }
 
-Status* output_in_place(const Api* api, Context* context, size_t index, const Tensor& given,
+Status* output_in_place(const Api* api, Context* context, size_t index, const Tensor& source,
                         size_t element_bytes, void** data) {
-  if (Status* status = output(api, context, index, given.sizes, given.dimensions, data))
+  if (Status* status = output(api, context, index, source.sizes, source.dimensions, data))
     return status;
   size_t bytes = element_bytes;
-  for (size_t i = 0; i < given.dimensions; ++i) bytes *= static_cast<size_t>(given.sizes[i]);
-  if (*data != given.data && bytes > 0) memcpy(*data, given.data, bytes);
+  for (size_t i = 0; i < source.dimensions; ++i) bytes *= static_cast<size_t>(source.sizes[i]);
+  if (*data != source.data && bytes > 0) memcpy(*data, source.data, bytes);
   return nullptr;
 }
 

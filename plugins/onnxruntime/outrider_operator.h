@@ -31,7 +31,7 @@ Status* inputs(const Api* api, const Context* context, size_t count, Tensor* fou
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data);
 // An output that updates an input in place; a copy of it if the output is not bound to its memory.
-Status* output_in_place(const Api* api, Context* context, size_t index, const Tensor& given,
+Status* output_in_place(const Api* api, Context* context, size_t index, const Tensor& source,
                         size_t element_bytes, void** data);
 
 // Calls work(0) .. work(total - 1) on ONNX Runtime's threads, or on this thread if `small`.

@@ -351,10 +351,10 @@ int64_t Decoder::max_drafts(const Sequence& sequence) const {
   const int64_t left =
       std::min<int64_t>(request.options.max_new_tokens - sequence.stats.output_tokens,
                         bundle_.max_len - sequence.length());
-  int64_t most = left - 1;
+  int64_t limit = left - 1;
   if (request.uses_draft_model())
-    most = draft_ ? std::min(most, bundle_.draft->max_len - sequence.length()) : 0;
-  return std::max<int64_t>(0, most);
+    limit = draft_ ? std::min(limit, bundle_.draft->max_len - sequence.length()) : 0;
+  return std::max<int64_t>(0, limit);
 }
 
 void Decoder::cancel(uint64_t request) {

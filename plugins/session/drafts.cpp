@@ -25,10 +25,11 @@ void apply_temperature(float* row, int64_t count, const Sequence& sequence) {
 
 LogitsView forward_slots(Engine& engine, const std::vector<int64_t>& valid_rows, Span span,
                          const std::vector<SlotInput>& inputs, int64_t since, int32_t buffer) {
-  int64_t most = 0;
+  int64_t longest = 0;
   for (const SlotInput& one : inputs)
-    most = std::max(most, static_cast<int64_t>(one.tokens.size()));
-  const int64_t width = std::max<int64_t>(most, engine.narrowest), batch = span.last - span.first;
+    longest = std::max(longest, static_cast<int64_t>(one.tokens.size()));
+  const int64_t width = std::max<int64_t>(longest, engine.narrowest);
+  const int64_t batch = span.last - span.first;
   Tokens ids(static_cast<size_t>(batch * width)), position(static_cast<size_t>(batch));
   // A finished sequence of full length has more rows than the largest position a call may begin at.
   for (int64_t b = 0; b < batch; ++b)
@@ -38,7 +39,7 @@ LogitsView forward_slots(Engine& engine, const std::vector<int64_t>& valid_rows,
     std::copy(one.tokens.begin(), one.tokens.end(), ids.begin() + b * width);
     position[b] = one.start;
   }
-  return engine.forward(ids, position, since, most - since, span.first, buffer);
+  return engine.forward(ids, position, since, longest - since, span.first, buffer);
 }
 
 Proposer::Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
@@ -93,7 +94,7 @@ DraftRows Proposer::draft_steps(std::vector<Plan>& plans, Sampler& sampler,
     other_sources |= request.options.draft != OUTRIDER_DRAFT_MODEL;
     draws |= !request.drafts_all_at_once();
   }
-  const auto most = [&](bool of_model = false) {
+  const auto max_gamma = [&](bool of_model = false) {
     int64_t gamma = 0;
     for (const Plan* plan : with_drafts)
       if (!of_model || plan->sequence->request.options.draft == OUTRIDER_DRAFT_MODEL)
@@ -103,14 +104,15 @@ DraftRows Proposer::draft_steps(std::vector<Plan>& plans, Sampler& sampler,
   const Span span = span_of(with_drafts);
   // All rows of a round are in one buffer: the engine's, unless there are other draft sources.
   if (other_sources)
-    step_rows_.resize(std::max(step_rows_.size(), static_cast<size_t>(most() * slots_ * width_)));
+    step_rows_.resize(
+        std::max(step_rows_.size(), static_cast<size_t>(max_gamma() * slots_ * width_)));
   float* const own = other_sources ? step_rows_.data() : nullptr;
   DraftRows found;
   found.first = span.first;
-  for (int64_t number = 0; number < most(); ++number) {
+  for (int64_t number = 0; number < max_gamma(); ++number) {
     LogitsView logits{};
     if (own != nullptr) logits = {own + (number * slots_ + span.first) * width_, 1, width_};
-    if (number < most(true)) {
+    if (number < max_gamma(true)) {
       const LogitsView called = run_step(stepping, valid_rows, number, span);
       if (own == nullptr) logits = called;
       else
@@ -185,9 +187,10 @@ void Proposer::draft_all_at_once(std::vector<Plan>& plans, const std::vector<int
 // Generate the draft model's tokens by speculative decoding with lookups as its draft: the
 // hierarchical version of Leviathan et al. 2023, section 5 (runtime/drafts/chain.py in C++).
 void Proposer::draft_chain(const Plans& plans, const std::vector<int64_t>& valid_rows) {
-  int64_t most = 0;
-  for (const Plan* plan : plans) most = std::max(most, plan->gamma);
-  chain_rows_.resize(std::max(chain_rows_.size(), static_cast<size_t>(most * slots_ * width_)));
+  int64_t max_gamma = 0;
+  for (const Plan* plan : plans) max_gamma = std::max(max_gamma, plan->gamma);
+  chain_rows_.resize(
+      std::max(chain_rows_.size(), static_cast<size_t>(max_gamma * slots_ * width_)));
   for (;;) {
     Plans active;
     for (Plan* plan : plans)
@@ -208,10 +211,10 @@ void Proposer::draft_chain(const Plans& plans, const std::vector<int64_t>& valid
       tokens.resize(static_cast<size_t>(sequence.first_forbidden(tokens, width_, done)));
       Tokens known(sequence.tokens.end() - 2, sequence.tokens.end()); // two, as in `step`
       known.insert(known.end(), plan->drafts.begin(), plan->drafts.end());
-      Tokens given(known.end() - 2, known.end());
-      given.insert(given.end(), tokens.begin(), tokens.end());
+      Tokens input(known.end() - 2, known.end());
+      input.insert(input.end(), tokens.begin(), tokens.end());
       inputs.push_back(
-          {&sequence, sequence.length() + done - 2, engine_->replace_unknown_ids(given)});
+          {&sequence, sequence.length() + done - 2, engine_->replace_unknown_ids(input)});
       const outrider_options& options = sequence.request.options;
       uint64_t seed = options.seed;
       if (options.rule != OUTRIDER_COUPLED) { // a separate random stream for each round

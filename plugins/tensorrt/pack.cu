@@ -36,8 +36,8 @@ extern "C" __global__ void outrider_tensorrt_unpack(const outrider_verdict* verd
   const int32_t b = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= slot_count) return;
   const outrider_verdict verdict = verdicts[b];
-  const bool fine = verdict.status == OUTRIDER_OK;
-  accepted[b] = fine ? verdict.accepted : 0;
-  token[b] = fine ? verdict.token : -1;
+  const bool ok = verdict.status == OUTRIDER_OK;
+  accepted[b] = ok ? verdict.accepted : 0;
+  token[b] = ok ? verdict.token : -1;
   status[b] = verdict.status;
 }
