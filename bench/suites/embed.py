@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plugins.tools.build import HERE, BuildError, find_compiler
+from plugins.tools.build import PLUGINS_FOLDER, BuildError, find_compiler
 from runtime.cmake import onnxruntime
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
@@ -66,8 +66,8 @@ def compiled(folder: Path) -> Path:
     if library is None:
         raise OutriderError("backend", "liboutrider was not found", "Run `make plugins`.")
     program = folder / "embed"
-    source = HERE.parent / "examples" / "embed.cpp"
-    flags = ["-std=c++17", "-O2", f"-I{HERE / 'include'}", f"-Wl,-rpath,{library.parent}"]
+    source = PLUGINS_FOLDER.parent / "examples" / "embed.cpp"
+    flags = ["-std=c++17", "-O2", f"-I{PLUGINS_FOLDER / 'include'}", f"-Wl,-rpath,{library.parent}"]
     try:
         compiler = find_compiler()
     except BuildError as error:
@@ -84,7 +84,7 @@ def run(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
 
     def once() -> None:
         nonlocal said
-        done = subprocess.run([*command], capture_output=True, text=True, cwd=HERE.parent)
+        done = subprocess.run([*command], capture_output=True, text=True, cwd=PLUGINS_FOLDER.parent)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
             cause, _, remedy = (last or f"it ended with status {done.returncode}").partition(". ")

@@ -48,15 +48,15 @@ struct outrider_device_call {
   outrider_row* draft_rows;       // [B, width]; null: the verification shapes them itself
   outrider_verdict* verdicts;     // [B]; may be null for a draw
   double* ratios;                 // [B, width]
-  uint32_t* arrived;              // [B] finished blocks, 0 between kernels; workspace from here on
+  uint32_t* finished_blocks;      // [B] 0 between kernels; workspace from here on
   outrider_row* rows;             // [B, row_count]: width + 1 of the target, width of the draft
   outrider_device_tile* tiles;    // [B, row_count, tile_count]
   double* mass;                   // [B, row_count, tile_count], relative to the row's maximum
-  double* rest;                   // [B, rest_count, tile_count], of residuals
+  double* residual;               // [B, residual_count, tile_count]
   outrider_device_state* states;  // [B]
   uint32_t* marks;                // [B, 2, tile_count * 32] bits: penalised, suppressed; or null
-  int32_t slot_count, width, row_count, rest_count, tile_count;
-  int32_t span; // tiles per warp of the scan
+  int32_t slot_count, width, row_count, residual_count, tile_count;
+  int32_t tiles_per_warp; // of the scan
   int32_t flags, step;
 };
 
@@ -79,11 +79,11 @@ constexpr int64_t MANY_TILES = 16384;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
 
-inline bool legal(const outrider_device_sizes& s) {
-  constexpr int32_t most = 1 << 30;
+inline bool is_valid(const outrider_device_sizes& s) {
+  constexpr int32_t max_vocab = 1 << 30;
   return s.slot_count >= 1 && s.slot_count <= 65535 && s.width >= 0 &&
-         s.width <= OUTRIDER_MAX_WIDTH && s.vocab_size >= 0 && s.vocab_size <= most &&
-         s.draft_vocab_size >= 0 && s.draft_vocab_size <= most &&
+         s.width <= OUTRIDER_MAX_WIDTH && s.vocab_size >= 0 && s.vocab_size <= max_vocab &&
+         s.draft_vocab_size >= 0 && s.draft_vocab_size <= max_vocab &&
          s.vocab_size + s.draft_vocab_size > 0 && (s.flags & ~ALL_FLAGS) == 0;
 }
 
@@ -96,16 +96,16 @@ inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t wor
   call->flags = s.flags;
   call->tile_count = tiles_of(s.vocab_size > s.draft_vocab_size ? s.vocab_size : s.draft_vocab_size);
   call->row_count = s.width + 1 + (shapes ? s.width : 0);
-  call->rest_count = (s.flags & OUTRIDER_DEVICE_BLOCK) != 0 && s.width > 0 ? s.width : 1;
+  call->residual_count = (s.flags & OUTRIDER_DEVICE_BLOCK) != 0 && s.width > 0 ? s.width : 1;
   const auto slots = static_cast<size_t>(s.slot_count);
   const auto tiles = static_cast<size_t>(call->tile_count);
   const size_t rows = slots * static_cast<size_t>(call->row_count);
   Carver<256> carver{workspace};
-  call->arrived = carver.take<uint32_t>(slots);
+  call->finished_blocks = carver.take<uint32_t>(slots);
   call->rows = carver.take<outrider_row>(rows);
   call->tiles = carver.take<outrider_device_tile>(rows * tiles);
   call->mass = carver.take<double>(rows * tiles);
-  call->rest = carver.take<double>(slots * static_cast<size_t>(call->rest_count) * tiles);
+  call->residual = carver.take<double>(slots * static_cast<size_t>(call->residual_count) * tiles);
   call->states = carver.take<outrider_device_state>(slots);
   call->ratios = carver.take<double>(slots * static_cast<size_t>(s.width)); // unless given
   const bool marks = (s.flags & OUTRIDER_DEVICE_PENALTIES) != 0;
@@ -117,10 +117,10 @@ inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t wor
 
 inline size_t workspace_size(const outrider_device_sizes& sizes) {
   outrider_device_call unused = {};
-  return legal(sizes) ? lay_out(sizes, 0, &unused) : 0;
+  return is_valid(sizes) ? lay_out(sizes, 0, &unused) : 0;
 }
 
-inline bool legal(const outrider_logits* logits, int32_t vocab_size) {
+inline bool is_valid(const outrider_logits* logits, int32_t vocab_size) {
   if (logits == nullptr || logits->data == nullptr || logits->vocab_size != vocab_size ||
       vocab_size <= 0 || logits->dtype < OUTRIDER_FLOAT32 || logits->dtype > OUTRIDER_BFLOAT16)
     return false;
@@ -129,10 +129,10 @@ inline bool legal(const outrider_logits* logits, int32_t vocab_size) {
          static_cast<int64_t>(reinterpret_cast<std::uintptr_t>(logits->data)) % size == 0;
 }
 
-inline int32_t begin(const outrider_device_sizes* sizes, const outrider_slot* slots,
-                     void* workspace, size_t workspace_size, outrider_device_plan* plan,
-                     outrider_device_call* call) {
-  if (sizes == nullptr || !legal(*sizes) || slots == nullptr || workspace == nullptr ||
+inline int32_t begin_plan(const outrider_device_sizes* sizes, const outrider_slot* slots,
+                          void* workspace, size_t workspace_size, outrider_device_plan* plan,
+                          outrider_device_call* call) {
+  if (sizes == nullptr || !is_valid(*sizes) || slots == nullptr || workspace == nullptr ||
       plan == nullptr || reinterpret_cast<std::uintptr_t>(workspace) % 256 != 0)
     return OUTRIDER_BAD_ARGUMENT;
   if (workspace_size < outrider_device::workspace_size(*sizes)) return OUTRIDER_SMALL_WORKSPACE;
@@ -149,7 +149,7 @@ inline outrider_device_launch launch_of(const char* kernel, int32_t x, int32_t y
           static_cast<uint32_t>(warps * 32)};
 }
 
-inline void add(outrider_device_plan* plan, const outrider_device_launch& launch) {
+inline void add_launch(outrider_device_plan* plan, const outrider_device_launch& launch) {
   plan->launches[plan->launch_count++] = launch;
 }
 
@@ -157,14 +157,15 @@ inline void add(outrider_device_plan* plan, const outrider_device_launch& launch
 inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
                      int32_t rows, const char* plain, const char* general, const char* filter) {
   const int64_t all = int64_t{tiles} * rows * call->slot_count;
-  call->span = all > MANY_TILES ? 2 : 1;
-  const int32_t groups = (tiles + WARPS * call->span - 1) / (WARPS * call->span);
+  call->tiles_per_warp = all > MANY_TILES ? 2 : 1;
+  const int32_t groups =
+      (tiles + WARPS * call->tiles_per_warp - 1) / (WARPS * call->tiles_per_warp);
   const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
   const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
   const char* scan = filters || penalties ? general : plain;
-  if (penalties) add(plan, launch_of("outrider_mark", 1, 1, call->slot_count, FILTER_WARPS));
-  add(plan, launch_of(scan, groups, rows, call->slot_count, WARPS));
-  if (filters) add(plan, launch_of(filter, 1, rows, call->slot_count, FILTER_WARPS));
+  if (penalties) add_launch(plan, launch_of("outrider_mark", 1, 1, call->slot_count, FILTER_WARPS));
+  add_launch(plan, launch_of(scan, groups, rows, call->slot_count, WARPS));
+  if (filters) add_launch(plan, launch_of(filter, 1, rows, call->slot_count, FILTER_WARPS));
 }
 
 // See outrider.h.
@@ -173,10 +174,10 @@ inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logi
                          int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
                          void* workspace, size_t workspace_size, outrider_device_plan* plan) {
   outrider_device_call call = {};
-  const int32_t status = begin(sizes, slots, workspace, workspace_size, plan, &call);
+  const int32_t status = begin_plan(sizes, slots, workspace, workspace_size, plan, &call);
   if (status != OUTRIDER_OK) return status;
-  if (!legal(logits, sizes->draft_vocab_size) || drafts == nullptr || rows == nullptr || step < 0 ||
-      step >= sizes->width)
+  if (!is_valid(logits, sizes->draft_vocab_size) || drafts == nullptr || rows == nullptr ||
+      step < 0 || step >= sizes->width)
     return OUTRIDER_BAD_ARGUMENT;
   call.draft = *logits;
   call.uniforms = uniforms;
@@ -196,12 +197,12 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
                            outrider_verdict* verdicts, double* ratios, void* workspace,
                            size_t workspace_size, outrider_device_plan* plan) {
   outrider_device_call call = {};
-  const int32_t status = begin(sizes, slots, workspace, workspace_size, plan, &call);
+  const int32_t status = begin_plan(sizes, slots, workspace, workspace_size, plan, &call);
   if (status != OUTRIDER_OK) return status;
   const bool has_draft = draft != nullptr && draft->data != nullptr;
   const bool shapes = has_draft && rows == nullptr && sizes->width > 0;
-  if (!legal(target, sizes->vocab_size) || verdicts == nullptr ||
-      (has_draft && !legal(draft, sizes->draft_vocab_size)) ||
+  if (!is_valid(target, sizes->vocab_size) || verdicts == nullptr ||
+      (has_draft && !is_valid(draft, sizes->draft_vocab_size)) ||
       (shapes && (sizes->flags & OUTRIDER_DEVICE_SHAPES) == 0) ||
       (drafts == nullptr && sizes->width > 0))
     return OUTRIDER_BAD_ARGUMENT;
@@ -216,11 +217,11 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
            "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");
   if ((call.flags & OUTRIDER_DEVICE_COUPLED) != 0)
-    add(plan, launch_of("outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1));
+    add_launch(plan, launch_of("outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1));
   const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
   const char* rest = general ? "outrider_verify_rest_general" : "outrider_verify_rest";
   const int32_t groups = (tiles_of(target->vocab_size) + WARPS - 1) / WARPS;
-  add(plan, launch_of(rest, groups, call.rest_count, call.slot_count, WARPS));
+  add_launch(plan, launch_of(rest, groups, call.residual_count, call.slot_count, WARPS));
   std::memcpy(plan->call, &call, sizeof call);
   return OUTRIDER_OK;
 }

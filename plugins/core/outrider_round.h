@@ -18,7 +18,7 @@ struct Memory {
   int32_t* counts;    // [V]
   double* tile_sum;   // [width + 1, tiles] of the p rows
   double* q_sum;      // [tiles] of the q row
-  double* rest;       // [tiles] of the residual
+  double* residual;   // [tiles]
 };
 
 using CacheLines = Carver<64>;
@@ -36,7 +36,7 @@ inline Memory carve(CacheLines& carver, int vocab_size, int width) {
   m.counts = carver.take<int32_t>(vocab);
   m.tile_sum = carver.take<double>(tiles * (static_cast<size_t>(width) + 1));
   m.q_sum = carver.take<double>(tiles);
-  m.rest = carver.take<double>(tiles);
+  m.residual = carver.take<double>(tiles);
   return m;
 }
 
@@ -62,12 +62,12 @@ public:
       : ops_(ops), memory_(memory), slot_(slot), target_(target), draft_(draft), drafts_(drafts),
         rows_(rows), uniforms_(uniforms), width_(width) {}
 
-  bool settled() const { return outrider::settled(slot_); }
-  bool point_draft() const { return settled() || draft_.logits->data == nullptr; }
+  bool is_deterministic() const { return outrider::is_deterministic(slot_); }
+  bool point_draft() const { return is_deterministic() || draft_.logits->data == nullptr; }
   const outrider_verdict& failure() const { return failure_; }
 
   double accept_u(int i) const {
-    if (settled()) return 0;
+    if (is_deterministic()) return 0;
     if (uniforms_ != nullptr) return uniforms_[i];
     return outrider::uniform(slot_.seed, slot_.position + static_cast<uint32_t>(i),
                              outrider::ACCEPT, outrider::lane_of(slot_));
@@ -87,7 +87,7 @@ public:
     const outrider_row& shape = p_[i];
     *p = 0;
     *q = 1;
-    if (settled()) {
+    if (is_deterministic()) {
       *p = token == shape.token ? 1 : 0;
       if (slot_.lenience < 1 && p_row_.has(token)) {
         // Accept if p(x) >= l max p, computed from the logits.
@@ -119,24 +119,24 @@ public:
   // Computes the tile sums of max(0, scale p - q), and their mass in units of a normalised q.
   bool residual_mass(int i, double scale, double* mass) {
     if (!shape_target(i)) return false;
-    rest_of_ = i;
-    rest_scale_ = scale;
-    if (settled()) {
+    residual_row_ = i;
+    residual_scale_ = scale;
+    if (is_deterministic()) {
       const double q = drafts_[i] == p_[i].token ? 1 : 0;
       *mass = scale > q ? scale - q : 0;
       return true;
     }
     double unit;
     if (point_draft()) {
-      remove_point(i);
+      sum_without_point(i);
       unit = p_[i].total / scale; // scale p(x) <= 1 = q(x)
     } else {
       if (!shape_draft(i) || !process_draft(i)) return false;
-      subtract(i);
+      sum_residual_tiles(i);
       unit = q_.total;
     }
-    const double sum = total_of(memory_.rest, p_row_.tiles());
-    rest_empty_ = !(sum > 0);
+    const double sum = total_of(memory_.residual, p_row_.tiles());
+    residual_empty_ = !(sum > 0);
     *mass = sum / unit;
     return true;
   }
@@ -145,17 +145,17 @@ public:
   bool draw(const outrider::Decision& decision, int64_t* token) {
     const int i = decision.accepted;
     if (!shape_target(i)) return false;
-    if (settled()) {
+    if (is_deterministic()) {
       *token = p_[i].token;
       return true;
     }
     if (decision.residual) {
       double mass;
-      if ((rest_of_ != i || rest_scale_ != decision.scale) &&
+      if ((residual_row_ != i || residual_scale_ != decision.scale) &&
           !residual_mass(i, decision.scale, &mass))
         return false;
-      if (!rest_empty_) {
-        *token = draw_rest(i);
+      if (!residual_empty_) {
+        *token = draw_residual(i);
         return true;
       }
     }
@@ -178,15 +178,15 @@ private:
   bool shape_target(int i) {
     int32_t status;
     if (p_current_ != i) {
-      p_row_ = process(ops_, target_.row(i), slot_, drafts_, i, memory_.adjusted[0],
-                       memory_.counts, &status);
+      p_row_ = process_row(ops_, target_.row(i), slot_, drafts_, i, memory_.adjusted[0],
+                           memory_.counts, &status);
       if (!fail(status, OUTRIDER_TARGET, i)) return false;
       p_current_ = i;
     }
     if (i < p_known_) return true;
     status = shape_row(ops_, p_row_, slot_, memory_.scratch, sums(i), &p_[i]);
     p_known_ = i + 1;
-    if (status == OUTRIDER_OK && outrider::couples(slot_))
+    if (status == OUTRIDER_OK && outrider::is_coupled(slot_))
       couple_row(ops_, p_row_, slot_, slot_.position + static_cast<uint32_t>(i),
                  memory_.scratch.tile_max, &p_[i]);
     return fail(status, OUTRIDER_TARGET, i);
@@ -195,8 +195,8 @@ private:
   bool process_draft(int i) {
     if (q_current_ == i) return true;
     int32_t status;
-    q_row_ = process(ops_, draft_.row(i), slot_, drafts_, i, memory_.adjusted[1],
-                     memory_.counts, &status);
+    q_row_ = process_row(ops_, draft_.row(i), slot_, drafts_, i, memory_.adjusted[1],
+                         memory_.counts, &status);
     q_current_ = i;
     return fail(status, OUTRIDER_DRAFT, i);
   }
@@ -224,7 +224,7 @@ private:
 
   // Computes max(0, scale p - q) of tile k, in units of q's weights. If p and q are the same row,
   // the factor is exactly 1 and the residual exactly 0.
-  float rest_tile(int i, int k, float* w) const {
+  float residual_tile(int i, int k, float* w) const {
     alignas(64) float buffer[TILE], v[TILE];
     const bool common = k < q_row_.tiles(); // beyond a narrower draft's vocabulary, q is 0
     const bool by_sigmoid = slot_.rule == OUTRIDER_SIGMOID;
@@ -236,40 +236,40 @@ private:
     weigh(w, p_row_, p_[i]);
     if (common) weigh(v, q_row_, q_);
     if (!common) std::fill_n(v, TILE, 0.0f);
-    const double factor = by_sigmoid ? 1 : rest_scale_ * (q_.total / p_[i].total);
+    const double factor = by_sigmoid ? 1 : residual_scale_ * (q_.total / p_[i].total);
     return ops_.residual(w, static_cast<float>(factor), v);
   }
 
-  void subtract(int i) {
+  void sum_residual_tiles(int i) {
     alignas(64) float w[TILE];
     for (int k = 0; k < p_row_.tiles(); ++k) {
       const bool nothing = slot_.rule != OUTRIDER_SIGMOID && !(sums(i)[k] > 0);
-      memory_.rest[k] = nothing ? 0 : static_cast<double>(rest_tile(i, k, w));
+      memory_.residual[k] = nothing ? 0 : static_cast<double>(residual_tile(i, k, w));
     }
   }
 
-  void remove_point(int i) {
+  void sum_without_point(int i) {
     const int64_t token = drafts_[i];
-    std::copy_n(sums(i), p_row_.tiles(), memory_.rest);
+    std::copy_n(sums(i), p_row_.tiles(), memory_.residual);
     if (!p_row_.has(token)) return;
     alignas(64) float buffer[TILE], w[TILE];
     const int k = static_cast<int>(token / TILE);
     ops_.weights(w, p_row_.load(ops_, k, buffer), &p_[i], k * TILE);
     w[token % TILE] = 0;
     std::fill_n(buffer, TILE, 0.0f);
-    memory_.rest[k] = static_cast<double>(ops_.residual(w, 1, buffer)); // used as a sum
+    memory_.residual[k] = static_cast<double>(ops_.residual(w, 1, buffer)); // used as a sum
   }
 
-  int64_t draw_rest(int i) {
+  int64_t draw_residual(int i) {
     if (point_draft()) {
       outrider_row shape = p_[i];
-      draw_row(ops_, p_row_, memory_.rest, final_u(), drafts_[i], &shape);
+      draw_row(ops_, p_row_, memory_.residual, final_u(), drafts_[i], &shape);
       return shape.token;
     }
     alignas(64) float w[TILE];
     double fraction = 0;
-    const int k = choose_tile(memory_.rest, p_row_.tiles(), final_u(), &fraction);
-    rest_tile(i, k, w);
+    const int k = choose_tile(memory_.residual, p_row_.tiles(), final_u(), &fraction);
+    residual_tile(i, k, w);
     return int64_t{k} * TILE + choose_token(w, fraction);
   }
 
@@ -286,9 +286,9 @@ private:
   outrider_row q_{};                       // shape of row q_known_
   Row p_row_{}, q_row_{};                  // processed rows p_current_ and q_current_
   int p_known_ = 0, q_known_ = -1, p_current_ = -1, q_current_ = -1;
-  int rest_of_ = -1;
-  double rest_scale_ = 1;
-  bool rest_empty_ = true;
+  int residual_row_ = -1;
+  double residual_scale_ = 1;
+  bool residual_empty_ = true;
   outrider_verdict failure_ = outrider::no_verdict();
 };
 

@@ -73,8 +73,8 @@ inline float bias_of(const outrider_slot& slot, int64_t id) {
 
 // Applies frequency and presence penalties to `buffer`, for the output including the round's first
 // i drafts. counts [V] is scratch memory.
-inline void penalise_counts(const Row& raw, const outrider_slot& slot, const int64_t* drafts, int i,
-                            float* buffer, int32_t* counts) {
+inline void apply_count_penalties(const Row& raw, const outrider_slot& slot, const int64_t* drafts,
+                                  int i, float* buffer, int32_t* counts) {
   const auto each = [&](const auto& visit) {
     for (int c = slot.output_start; c < slot.context_length; ++c)
       if (raw.has(slot.context[c])) visit(slot.context[c]);
@@ -94,8 +94,9 @@ inline void penalise_counts(const Row& raw, const outrider_slot& slot, const int
 // Applies biases, penalties, then suppression, to a copy; returns `raw` itself if none applies to
 // this row. drafts: the round's tokens, of which those before row i are context too. Sets *status
 // for a broken row, because suppression must not hide a NaN.
-inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slot& slot,
-                   const int64_t* drafts, int i, float* buffer, int32_t* counts, int32_t* status) {
+inline Row process_row(const outrider_tiles& ops, const Row& raw, const outrider_slot& slot,
+                       const int64_t* drafts, int i, float* buffer, int32_t* counts,
+                       int32_t* status) {
   const bool penalise = slot.repetition_penalty != 1 && slot.context_length + i > 0;
   const bool count = slot.frequency_penalty != 0 || slot.presence_penalty != 0;
   const bool suppress = i < slot.suppress_rows && slot.suppress_length > 0;
@@ -118,7 +119,7 @@ inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slo
     for (int c = 0; c < slot.context_length; ++c) penalty(slot.context[c]);
     for (int c = 0; c < i; ++c) penalty(drafts[c]);
   }
-  if (count) penalise_counts(raw, slot, drafts, i, buffer, counts);
+  if (count) apply_count_penalties(raw, slot, drafts, i, buffer, counts);
   if (suppress)
     for (int c = 0; c < slot.suppress_length; ++c) {
       const int64_t id = slot.suppress[c];
@@ -160,23 +161,23 @@ inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   return BINS;
 }
 
-// Collects the tokens of bin `wanted` (-1: all bins) in scratch.candidates; returns their number.
+// Collects the tokens of a bin (-1: of all bins) in scratch.candidates; returns their number.
 inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
-                  const Scratch& scratch, float floor, float negligible, int wanted) {
+                  const Scratch& scratch, float floor, float negligible, int target_bin) {
   alignas(64) float buffer[TILE], w[TILE];
   alignas(64) int bin[TILE];
   int found = 0;
   for (int k = 0; k < row.tiles(); ++k) {
     if (scratch.tile_max[k] < floor || scratch.tile_max[k] < negligible) continue;
-    if (wanted >= 0) {
+    if (target_bin >= 0) {
       std::fill_n(buffer, TILE, scratch.tile_max[k]);
       ops.bins(bin, w, buffer, &shape, BINS);
-      if (bin[0] > wanted) continue; // even its largest logit is in a later bin
+      if (bin[0] > target_bin) continue; // even its largest logit is in a later bin
     }
     const outrider_logit* z = row.load(ops, k, buffer);
-    if (wanted >= 0) ops.bins(bin, w, z, &shape, BINS);
+    if (target_bin >= 0) ops.bins(bin, w, z, &shape, BINS);
     for (int i = 0; i < row.count(k); ++i)
-      if (z[i] >= floor && (wanted < 0 || bin[i] == wanted))
+      if (z[i] >= floor && (target_bin < 0 || bin[i] == target_bin))
         scratch.candidates[found++] = {z[i], k * TILE + i};
   }
   return found;
@@ -218,7 +219,7 @@ inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p
   if (all && 1 - top_p > 4e-6)
     negligible = shape->peak + static_cast<float>(std::log2(weight)) / shape->rate;
   const int64_t sum = fill_bins(ops, row, *shape, scratch, shape->cut, negligible, scale);
-  const int64_t target = outrider::nucleus_of(
+  const int64_t target = outrider::nucleus_mass(
       top_p, all ? shape->total * static_cast<double>(scale) : static_cast<double>(sum));
   if (sum < target) return; // top_p is 1 up to rounding
   int64_t before = 0;
@@ -295,8 +296,8 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
     tile_sum[k] *= static_cast<double>(scale);
   }
   shape->total = total_of(tile_sum, tiles);
-  if (!outrider::filters(slot, row.width)) return OUTRIDER_OK;
-  if (outrider::limits(slot, row.width)) keep_top_k(ops, row, slot.top_k, scratch, shape);
+  if (!outrider::has_filters(slot, row.width)) return OUTRIDER_OK;
+  if (outrider::has_top_k(slot, row.width)) keep_top_k(ops, row, slot.top_k, scratch, shape);
   if (slot.top_p < 1) keep_nucleus(ops, row, slot.top_p, scratch, shape);
   shape->min_weight = slot.min_p;
   for (int k = 0; k < tiles; ++k) {
@@ -309,16 +310,16 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   return OUTRIDER_OK;
 }
 
-// Draws the token at u of the inverse CDF of a row that is not a point mass. without: a token whose
-// weight is taken as 0, also in tile_sum; -1: none. Sets shape->token and shape->weight.
+// Draws the token at u of the inverse CDF of a row that is not a point mass. excluded: a token
+// whose weight is taken as 0, also in tile_sum; -1: none. Sets shape->token and shape->weight.
 inline void draw_row(const outrider_tiles& ops, const Row& row, const double* tile_sum, double u,
-                     int64_t without, outrider_row* shape) {
+                     int64_t excluded, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];
   double fraction = 0;
   const int k = choose_tile(tile_sum, row.tiles(), u, &fraction);
   const outrider_logit* z = row.load(ops, k, buffer);
   ops.weights(w, z, shape, k * TILE);
-  if (without >= k * TILE && without < (k + 1) * TILE) w[without - k * TILE] = 0;
+  if (excluded >= k * TILE && excluded < (k + 1) * TILE) w[excluded - k * TILE] = 0;
   const int i = choose_token(w, fraction);
   shape->token = k * TILE + i;
   shape->weight = w[i];
@@ -331,27 +332,29 @@ inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider
   double best = static_cast<double>(outrider::INF);
   const auto visit = [&](int k) {
     if (tile_max[k] < shape->cut) return;
-    const float most = ops.exp2((tile_max[k] - shape->peak) * shape->rate);
+    const float max_weight = ops.exp2((tile_max[k] - shape->peak) * shape->rate);
     const outrider::Noise tile = outrider::tile_noise(slot.seed, position, k);
-    if (!outrider::may_win(tile.least, best, most)) return;
+    if (!outrider::may_win(tile.least, best, max_weight)) return;
     ops.weights(w, row.load(ops, k, buffer), shape, k * TILE);
     for (int g = 0; g < TILE / outrider::GROUP; ++g) {
-      const float* of = w + g * outrider::GROUP;
-      float heaviest = of[0];
-      for (int i = 1; i < outrider::GROUP; ++i) heaviest = of[i] > heaviest ? of[i] : heaviest;
+      const float* weights = w + g * outrider::GROUP;
+      float heaviest = weights[0];
+      for (int i = 1; i < outrider::GROUP; ++i)
+        heaviest = weights[i] > heaviest ? weights[i] : heaviest;
       if (!outrider::may_win(tile.least, best, heaviest)) continue; // tile.least bounds all
       const outrider::Noise group = outrider::group_noise(slot.seed, position, k, tile, g);
       if (!outrider::may_win(group.least, best, heaviest)) continue;
       uint32_t words[4];
       for (int i = 0; i < outrider::GROUP; ++i) {
         if (i % 4 == 0) outrider::token_words(slot.seed, position, k, g, i, words);
-        if (!(of[i] > 0)) continue;
-        const double quotient = outrider::token_noise(group, i, words) / static_cast<double>(of[i]);
+        if (!(weights[i] > 0)) continue;
+        const double quotient =
+            outrider::token_noise(group, i, words) / static_cast<double>(weights[i]);
         const int id = k * TILE + g * outrider::GROUP + i;
         if (quotient > best || (quotient == best && id > shape->token)) continue;
         best = quotient;
         shape->token = id;
-        shape->weight = of[i];
+        shape->weight = weights[i];
       }
     }
   };

@@ -298,7 +298,7 @@ OUTRIDER_HD Sigmoid sigmoid_of(const outrider_slot& slot) {
           static_cast<float>(-LOG2_E / (slot.sigmoid_beta - slot.sigmoid_alpha))};
 }
 
-OUTRIDER_HD float squash(float z, int id, const outrider_row& row, Sigmoid s) {
+OUTRIDER_HD float sigmoid_value(float z, int id, const outrider_row& row, Sigmoid s) {
   const float t = (z / s.temperature - s.alpha) * s.rate;
   // Computed from e = 2^-|t|: 1 / (1 + e) for t <= 0, else e / (1 + e).
   const float e = exp2_of(t > 0 ? -t : t);
@@ -343,13 +343,13 @@ struct Lanes {
 
 OUTRIDER_HD int run_length(int n) { return (n + LANES - 1) / LANES; }
 
-template <class Sums> OUTRIDER_HD Sums running(Sums sums) {
+template <class Sums> OUTRIDER_HD Sums prefix_sums(Sums sums) {
   for (int distance = 1; distance < LANES; distance *= 2) sums.add_below(distance);
   return sums;
 }
 
 template <class Sums = Lanes, class At> OUTRIDER_HD double total_of(const At& at, int n) {
-  return running(Sums::of(at, 0, n, run_length(n))).at(LANES - 1);
+  return prefix_sums(Sums::of(at, 0, n, run_length(n))).at(LANES - 1);
 }
 
 OUTRIDER_HD int lowest_bit(uint32_t bits) {
@@ -372,8 +372,8 @@ OUTRIDER_HD int highest_bit(uint32_t bits) {
 // number, about [0, 1]. Numbers that are not positive are never chosen. Past the end (a fraction
 // close to 1), the last positive one. -1 if the sum is 0.
 template <class Sums>
-OUTRIDER_HD int crossing(const Sums& sums, double fraction, double* within) {
-  const Sums upto = running(sums);
+OUTRIDER_HD int find_crossing(const Sums& sums, double fraction, double* within) {
+  const Sums upto = prefix_sums(sums);
   const double total = upto.at(LANES - 1);
   const double threshold = fraction * total;
   const uint32_t adds = sums.above(0.0), crosses = adds & upto.above(threshold);
@@ -391,7 +391,7 @@ OUTRIDER_HD int choose(const At& at, int n, double fraction, double* within) {
   int first = 0;
   for (;;) {
     const int length = run_length(n);
-    const int run = crossing(Sums::of(at, first, n, length), fraction, within);
+    const int run = find_crossing(Sums::of(at, first, n, length), fraction, within);
     if (run < 0) return -1;
     first += run * length;
     if (length == 1) return first;
@@ -414,7 +414,7 @@ OUTRIDER_HD int64_t fixed(float weight, float scale) {
 
 // The mass that the tokens, from the largest down, have to reach for top-p, less a slack for the
 // rounding of float32 sums (TOP_P_SLACK of warp.py explains it). At least the first token is kept.
-OUTRIDER_HD int64_t nucleus_of(double top_p, double total) {
+OUTRIDER_HD int64_t nucleus_mass(double top_p, double total) {
   const int64_t target = static_cast<int64_t>((top_p - 1e-6) * total);
   return target > 1 ? target : 1;
 }
@@ -422,7 +422,7 @@ OUTRIDER_HD int64_t nucleus_of(double top_p, double total) {
 // --- a slot's parameters ----------------------------------------------------------------------
 
 // The ranges of SamplingParams in runtime/sampling/warp.py. Each comparison is false for NaN.
-OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
+OUTRIDER_HD bool is_valid(const outrider_slot& s, int width) {
   const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
   const bool ids = s.context_length >= 0 && s.output_start >= 0 && s.suppress_length >= 0 &&
                    s.bias_length >= 0 && (s.context != nullptr || s.context_length == 0) &&
@@ -440,21 +440,21 @@ OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
 }
 
 // Whether top-k removes anything from a row of this width.
-OUTRIDER_HD bool limits(const outrider_slot& s, int width) {
+OUTRIDER_HD bool has_top_k(const outrider_slot& s, int width) {
   return s.top_k > 0 && s.top_k < width;
 }
 
-OUTRIDER_HD bool filters(const outrider_slot& s, int width) {
-  return s.temperature > 0 && (limits(s, width) || s.top_p < 1 || s.min_p > 0);
+OUTRIDER_HD bool has_filters(const outrider_slot& s, int width) {
+  return s.temperature > 0 && (has_top_k(s, width) || s.top_p < 1 || s.min_p > 0);
 }
 
-OUTRIDER_HD bool couples(const outrider_slot& s) {
+OUTRIDER_HD bool is_coupled(const outrider_slot& s) {
   return s.rule == OUTRIDER_COUPLED && s.temperature > 0;
 }
 
 // Whether each row of the slot determines one token, without random numbers of the round: p and q
 // are then point masses, and a draft token is accepted if it is the target's token.
-OUTRIDER_HD bool settled(const outrider_slot& s) {
+OUTRIDER_HD bool is_deterministic(const outrider_slot& s) {
   return s.temperature == 0 || s.rule == OUTRIDER_COUPLED;
 }
 

@@ -30,11 +30,11 @@ struct outrider_tiles {
   void (*bins)(int* bin, float* w, const outrider_logit* z, const outrider_row* row, int last_bin);
 };
 
-// An instruction set. A table without loops for it uses those of the next lesser set.
+// An instruction set. A table without loops for it uses those of the fallback set.
 struct outrider_set {
   const char* name;
   const struct outrider_tiles* tiles;
-  const struct outrider_set* lesser; // null for plain C++
+  const struct outrider_set* fallback; // null for plain C++
 };
 
 extern "C" {

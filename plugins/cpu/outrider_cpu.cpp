@@ -47,12 +47,12 @@ const outrider_set DOTPROD{"dotprod", &outrider_tiles_plain, &NEON};
 bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
-bool has_all() { return true; }
+bool always_available() { return true; }
 
 // Best first.
 const struct {
   const outrider_set* set;
-  bool (*there)();
+  bool (*is_available)();
 } SETS[] = {
 #if defined(OUTRIDER_X86)
     {&AVX512_VNNI, has_avx512_vnni},
@@ -61,17 +61,17 @@ const struct {
     {&AVX2, has_avx2},
 #elif defined(OUTRIDER_ARM)
     {&DOTPROD, has_dotprod},
-    {&NEON, has_all},
+    {&NEON, always_available},
 #endif
-    {&PLAIN, has_all}};
+    {&PLAIN, always_available}};
 
-std::atomic<const outrider_set*> chosen{nullptr};
+std::atomic<const outrider_set*> selected_set{nullptr};
 
 const outrider_tiles& tiles_in_use() { return *outrider_set_in_use()->tiles; }
 
 // --- checks -----------------------------------------------------------------------------------
 
-bool legal(const outrider_logits* logits) {
+bool is_valid(const outrider_logits* logits) {
   return logits != nullptr && logits->vocab_size > 0 && logits->dtype >= OUTRIDER_FLOAT32 &&
          logits->dtype <= OUTRIDER_BFLOAT16;
 }
@@ -83,7 +83,7 @@ int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int
   if (needed == 0) return OUTRIDER_BAD_ARGUMENT;
   if (workspace_size < needed) return OUTRIDER_SMALL_WORKSPACE;
   for (int b = 0; b < slot_count; ++b)
-    if (!outrider::legal(slots[b], width)) return OUTRIDER_BAD_PARAMETER;
+    if (!outrider::is_valid(slots[b], width)) return OUTRIDER_BAD_PARAMETER;
   return OUTRIDER_OK;
 }
 
@@ -148,7 +148,7 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
                       int32_t slot_count, int32_t width, int32_t step, const double* uniforms,
                       int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
                       void* workspace, size_t workspace_size, int32_t threads) {
-  if (!legal(logits) || logits->data == nullptr || drafts == nullptr || rows == nullptr ||
+  if (!is_valid(logits) || logits->data == nullptr || drafts == nullptr || rows == nullptr ||
       step < 0 || step >= width)
     return OUTRIDER_BAD_ARGUMENT;
   const int32_t status = check(slots, slot_count, width, logits->vocab_size, workspace,
@@ -162,20 +162,19 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
     if (step >= slot.gamma) return;
     const int64_t at = int64_t{b} * width + step;
     int32_t slot_status;
-    const Row row =
-        process(ops, Model{logits, slot.index}.row(0), slot, drafts + at - step, step,
-                memory.adjusted[1], memory.counts, &slot_status);
+    const Row row = process_row(ops, Model{logits, slot.index}.row(0), slot, drafts + at - step,
+                                step, memory.adjusted[1], memory.counts, &slot_status);
     outrider_row& shape = rows[at];
     if (slot_status == OUTRIDER_OK)
       slot_status = shape_row(ops, row, slot, memory.scratch, memory.q_sum, &shape);
     if (slot_status == OUTRIDER_OK) {
       const uint32_t position = slot.position + static_cast<uint32_t>(step);
-      if (!outrider::settled(slot)) {
+      if (!outrider::is_deterministic(slot)) {
         const double u = uniforms != nullptr ? uniforms[at]
                                              : outrider::uniform(slot.seed, position, outrider::DRAFT,
                                                                  outrider::lane_of(slot));
         draw_row(ops, row, memory.q_sum, u, -1, &shape);
-      } else if (outrider::couples(slot)) {
+      } else if (outrider::is_coupled(slot)) {
         couple_row(ops, row, slot, position, memory.scratch.tile_max, &shape);
       }
       drafts[at] = shape.token;
@@ -200,7 +199,7 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
                         size_t workspace_size, int32_t threads) {
   static const outrider_logits none = {nullptr, 0, 0, 1, OUTRIDER_FLOAT32};
   if (draft == nullptr) draft = &none;
-  if (!legal(target) || target->data == nullptr || !legal(draft) || verdicts == nullptr ||
+  if (!is_valid(target) || target->data == nullptr || !is_valid(draft) || verdicts == nullptr ||
       (drafts == nullptr && width > 0))
     return OUTRIDER_BAD_ARGUMENT;
   const int32_t vocab_size = std::max(target->vocab_size, draft->vocab_size);
@@ -240,7 +239,7 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
 
 int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, float* weights,
                       double* total, void* workspace, size_t workspace_size) {
-  if (!legal(logits) || logits->data == nullptr || weights == nullptr || total == nullptr)
+  if (!is_valid(logits) || logits->data == nullptr || weights == nullptr || total == nullptr)
     return OUTRIDER_BAD_ARGUMENT;
   const int32_t status = check(slot, 1, OUTRIDER_MAX_WIDTH, logits->vocab_size, workspace,
                                workspace_size, 1);
@@ -249,8 +248,8 @@ int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, 
   CacheLines carver{reinterpret_cast<std::uintptr_t>(workspace)};
   const Memory memory = carve(carver, logits->vocab_size, 0);
   int32_t row_status;
-  const Row row = process(ops, Model{logits, slot->index}.row(0), *slot, nullptr, 0,
-                          memory.adjusted[0], memory.counts, &row_status);
+  const Row row = process_row(ops, Model{logits, slot->index}.row(0), *slot, nullptr, 0,
+                              memory.adjusted[0], memory.counts, &row_status);
   outrider_row shape;
   if (row_status == OUTRIDER_OK)
     row_status = shape_row(ops, row, *slot, memory.scratch, memory.tile_sum, &shape);
@@ -295,19 +294,20 @@ double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint
 }
 
 const outrider_set* outrider_set_in_use(void) {
-  const outrider_set* set = chosen.load(std::memory_order_relaxed);
+  const outrider_set* set = selected_set.load(std::memory_order_relaxed);
   if (set != nullptr) return set;
-  const auto best = std::find_if(SETS, std::end(SETS), [](const auto& one) { return one.there(); });
-  return chosen.compare_exchange_strong(set, best->set) ? best->set : set;
+  const auto best =
+      std::find_if(SETS, std::end(SETS), [](const auto& one) { return one.is_available(); });
+  return selected_set.compare_exchange_strong(set, best->set) ? best->set : set;
 }
 
 const char* outrider_instruction_set(void) { return outrider_set_in_use()->name; }
 
 int32_t outrider_use(const char* instruction_set) {
   if (instruction_set == nullptr) return 0;
-  for (const auto& [set, there] : SETS)
-    if (std::strcmp(set->name, instruction_set) == 0 && there()) {
-      chosen = set;
+  for (const auto& [set, is_available] : SETS)
+    if (std::strcmp(set->name, instruction_set) == 0 && is_available()) {
+      selected_set = set;
       return 1;
     }
   return 0;

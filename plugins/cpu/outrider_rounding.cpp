@@ -57,14 +57,14 @@ inline void squared_error(const Row* x, int columns, const Row& scale, Row& erro
   for (int n = 0; n < LANES; ++n) inverse[n] = ratio(1, scale[n]), error[n] = 0;
   for (int i = 0; i < columns; ++i)
     for (int n = 0; n < LANES; ++n) {
-      const float lost = level_of(x[i][n], inverse[n]) * scale[n] - x[i][n];
-      error[n] += lost * lost;
+      const float difference = level_of(x[i][n], inverse[n]) * scale[n] - x[i][n];
+      error[n] += difference * difference;
     }
 }
 
 // The best scale of each row. Returns false for values that no scale reaches.
 bool best_scales(const Row* x, int columns, Row& scale) {
-  Row low{}, high{}, peak, widest, most{}, fitted;
+  Row low{}, high{}, peak, full_scale, best_score{}, fitted_scale;
   int out_of_reach = 0;
   for (int i = 0; i < columns; ++i)
     for (int n = 0; n < LANES; ++n) {
@@ -75,7 +75,7 @@ bool best_scales(const Row* x, int columns, Row& scale) {
   if (out_of_reach) return false;
   for (int n = 0; n < LANES; ++n) {
     peak[n] = -low[n] > high[n] ? low[n] : high[n];
-    widest[n] = fitted[n] = to_float16(std::fabs(peak[n]) / HIGHEST);
+    full_scale[n] = fitted_scale[n] = to_float16(std::fabs(peak[n]) / HIGHEST);
   }
   for (const float reach : REACH) {
     Row inverse, along{}, square{};
@@ -88,15 +88,16 @@ bool best_scales(const Row* x, int columns, Row& scale) {
       }
     for (int n = 0; n < LANES; ++n) {
       const float score = ratio(along[n] * along[n], square[n]);
-      fitted[n] = score > most[n] ? to_float16(ratio(along[n], square[n])) : fitted[n];
-      most[n] = score > most[n] ? score : most[n];
+      fitted_scale[n] =
+          score > best_score[n] ? to_float16(ratio(along[n], square[n])) : fitted_scale[n];
+      best_score[n] = score > best_score[n] ? score : best_score[n];
     }
   }
-  Row error_widest, error_fitted;
-  squared_error(x, columns, widest, error_widest);
-  squared_error(x, columns, fitted, error_fitted);
+  Row error_full, error_fitted;
+  squared_error(x, columns, full_scale, error_full);
+  squared_error(x, columns, fitted_scale, error_fitted);
   for (int n = 0; n < LANES; ++n)
-    scale[n] = error_fitted[n] > error_widest[n] ? widest[n] : fitted[n];
+    scale[n] = error_fitted[n] > error_full[n] ? full_scale[n] : fitted_scale[n];
   return true;
 }
 
@@ -105,13 +106,13 @@ void levels_of(Row* x, int columns, const float* inverse, const Row& scale, Row*
   Row inverse_scale;
   for (int n = 0; n < LANES; ++n) inverse_scale[n] = ratio(1, scale[n]);
   for (int i = 0; i < columns; ++i) {
-    Row lost;
+    Row error;
     for (int n = 0; n < LANES; ++n) {
       level[i][n] = level_of(x[i][n], inverse_scale[n]);
-      lost[n] = x[i][n] - level[i][n] * scale[n];
+      error[n] = x[i][n] - level[i][n] * scale[n];
     }
     for (int j = i + 1; inverse && j < columns; ++j)
-      for (int n = 0; n < LANES; ++n) x[j][n] -= inverse[i * columns + j] * lost[n];
+      for (int n = 0; n < LANES; ++n) x[j][n] -= inverse[i * columns + j] * error[n];
   }
 }
 
@@ -124,7 +125,7 @@ extern "C" int32_t outrider_round4(const float* wanted, float* numbers, int64_t 
       level_stride < columns || threads < 1)
     return OUTRIDER_BAD_ARGUMENT;
   std::atomic<int64_t> next{0};
-  std::atomic<bool> fine{true};
+  std::atomic<bool> all_reached{true};
   const auto loop = [&](int) {
     Row x[COLUMNS], level[COLUMNS], scale;
     for (int64_t from = next.fetch_add(ROWS); from < rows; from = next.fetch_add(ROWS))
@@ -135,7 +136,7 @@ extern "C" int32_t outrider_round4(const float* wanted, float* numbers, int64_t 
           std::memcpy(x[i], wanted + i * rows + n, lanes * sizeof(float));
         }
         if (!best_scales(x, columns, scale)) {
-          fine = false;
+          all_reached = false;
           return;
         }
         levels_of(x, columns, inverse, scale, level);
@@ -148,5 +149,5 @@ extern "C" int32_t outrider_round4(const float* wanted, float* numbers, int64_t 
       }
   };
   on_threads(static_cast<int>(std::min<int64_t>(threads, rows / ROWS)), loop);
-  return fine ? OUTRIDER_OK : OUTRIDER_BAD_PARAMETER;
+  return all_reached ? OUTRIDER_OK : OUTRIDER_BAD_PARAMETER;
 }

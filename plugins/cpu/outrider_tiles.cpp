@@ -91,11 +91,11 @@ float weigh_tile(float* w, const outrider_logit* z, const outrider_row* row, int
   return halves(w);
 }
 
-void squash_tile(float* w, const outrider_logit* z, const outrider_row* row, int first,
-                 const outrider_slot* slot) {
+void sigmoid_tile(float* w, const outrider_logit* z, const outrider_row* row, int first,
+                  const outrider_slot* slot) {
   const outrider_row r = *row;
   const Sigmoid s = sigmoid_of(*slot);
-  for (int i = 0; i < TILE; ++i) w[i] = squash(z[i], first + i, r, s);
+  for (int i = 0; i < TILE; ++i) w[i] = sigmoid_value(z[i], first + i, r, s);
 }
 
 float residual_tile(float* a, float factor, const float* b) {
@@ -118,12 +118,12 @@ float exp2_one(float t) { return exp2_of(t); }
 
 float weigh_one(float z, int id, const outrider_row* row) { return weight_of(z, id, *row); }
 
-float squash_one(float z, int id, const outrider_row* row, const outrider_slot* slot) {
-  return squash(z, id, *row, sigmoid_of(*slot));
+float sigmoid_one(float z, int id, const outrider_row* row, const outrider_slot* slot) {
+  return sigmoid_value(z, id, *row, sigmoid_of(*slot));
 }
 
 } // namespace
 
 extern "C" const struct outrider_tiles OUTRIDER_TABLE = {
-    exp2_one, weigh_one,  squash_one,  load_tile,     max_tile, peak_tile,
-    sum_tile, weigh_tile, squash_tile, residual_tile, bin_tile};
+    exp2_one, weigh_one,  sigmoid_one,  load_tile,     max_tile, peak_tile,
+    sum_tile, weigh_tile, sigmoid_tile, residual_tile, bin_tile};

@@ -37,13 +37,13 @@ struct Thread {
   Waits waits;
 };
 
-constexpr unsigned MOST = 512, WARP = 32;
+constexpr unsigned MAX_THREADS = 512, WARP = 32;
 constexpr size_t STACK = 64 * 1024;
-Thread block[MOST];
+Thread block[MAX_THREADS];
 jmp_buf scheduler;
-void (*body)();
-uint64_t exchange[MOST]; // values exchanged within a warp
-std::mt19937 order;
+void (*kernel_body)();
+uint64_t exchange[MAX_THREADS]; // values exchanged within a warp
+std::mt19937 rng;
 
 void wait(Waits waits) {
   const unsigned self = threadIdx.x;
@@ -54,7 +54,7 @@ void wait(Waits waits) {
 
 void thread_main() {
   for (;;) {
-    body();
+    kernel_body();
     wait(Waits::FOREVER); // until the next block
   }
 }
@@ -85,11 +85,11 @@ bool release(unsigned first, unsigned last, Waits waits, bool with_exited) {
 
 void run_block() {
   const unsigned count = blockDim.x;
-  std::array<unsigned, MOST / WARP> warps{};
+  std::array<unsigned, MAX_THREADS / WARP> warps{};
   for (unsigned w = 0; w < count / WARP; ++w) warps[w] = w;
   for (unsigned t = 0; t < count; ++t) block[t].waits = Waits::NOT;
   for (;;) {
-    std::shuffle(warps.begin(), warps.begin() + count / WARP, order);
+    std::shuffle(warps.begin(), warps.begin() + count / WARP, rng);
     for (unsigned i = 0; i < count / WARP; ++i) {
       do {
         for (unsigned t = warps[i] * WARP; t < (warps[i] + 1) * WARP; ++t)
@@ -113,15 +113,15 @@ void __threadfence_system() {}
 
 // --- warps ------------------------------------------------------------------------------------
 
-template <class T> T passed(unsigned from) {
+template <class T> T exchanged_value(unsigned from) {
   T value;
   std::memcpy(&value, &exchange[from], sizeof value);
   return value;
 }
 
 // Exchanges the values of all lanes and returns take(first thread of the warp), which reads them
-// with `passed`.
-template <class T, class Take> auto among_lanes(T value, const Take& take) {
+// with `exchanged_value`.
+template <class T, class Take> auto exchange_lanes(T value, const Take& take) {
   static_assert(sizeof value <= sizeof exchange[0]);
   std::memcpy(&exchange[threadIdx.x], &value, sizeof value);
   wait(Waits::WARP);
@@ -131,8 +131,8 @@ template <class T, class Take> auto among_lanes(T value, const Take& take) {
 }
 
 template <class T> T __shfl_sync(unsigned, T value, int from) {
-  return among_lanes(value, [&](unsigned first) {
-    return passed<T>(first + static_cast<unsigned>(from) % WARP);
+  return exchange_lanes(value, [&](unsigned first) {
+    return exchanged_value<T>(first + static_cast<unsigned>(from) % WARP);
   });
 }
 template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
@@ -143,25 +143,26 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int by) {
   return __shfl_sync(0, value, static_cast<int>(threadIdx.x % WARP) ^ by);
 }
 unsigned __ballot_sync(unsigned, bool predicate) {
-  return among_lanes(predicate, [](unsigned first) {
+  return exchange_lanes(predicate, [](unsigned first) {
     unsigned bits = 0;
-    for (unsigned t = 0; t < WARP; ++t) bits |= static_cast<unsigned>(passed<bool>(first + t)) << t;
+    for (unsigned t = 0; t < WARP; ++t)
+      bits |= static_cast<unsigned>(exchanged_value<bool>(first + t)) << t;
     return bits;
   });
 }
 bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
-template <class Better> unsigned best(unsigned value, const Better& better) {
-  return among_lanes(value, [&](unsigned first) {
-    unsigned found = passed<unsigned>(first);
-    for (unsigned t = 1; t < WARP; ++t) found = better(found, passed<unsigned>(first + t));
+template <class Better> unsigned reduce_lanes(unsigned value, const Better& better) {
+  return exchange_lanes(value, [&](unsigned first) {
+    unsigned found = exchanged_value<unsigned>(first);
+    for (unsigned t = 1; t < WARP; ++t) found = better(found, exchanged_value<unsigned>(first + t));
     return found;
   });
 }
 unsigned __reduce_max_sync(unsigned, unsigned value) {
-  return best(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+  return reduce_lanes(value, [](unsigned a, unsigned b) { return std::max(a, b); });
 }
 unsigned __reduce_min_sync(unsigned, unsigned value) {
-  return best(value, [](unsigned a, unsigned b) { return std::min(a, b); });
+  return reduce_lanes(value, [](unsigned a, unsigned b) { return std::min(a, b); });
 }
 
 // --- memory -----------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ template <class Parameter> void prepare(void (*kernel)(Parameter), const void* p
   static Parameter argument;
   current = kernel;
   std::memcpy(&argument, parameter, sizeof argument);
-  body = [] { current(argument); };
+  kernel_body = [] { current(argument); };
 }
 
 #define KERNEL(name) {#name, [](const void* parameter) { prepare(name, parameter); }}
@@ -247,7 +248,7 @@ void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const 
   for (unsigned z = 0; z < gridDim.z; ++z)
     for (unsigned y = 0; y < gridDim.y; ++y)
       for (unsigned x = 0; x < gridDim.x; ++x) blocks.push_back({x, y, z});
-  std::shuffle(blocks.begin(), blocks.end(), order);
+  std::shuffle(blocks.begin(), blocks.end(), rng);
   for (const Index& index : blocks) {
     blockIdx = index;
     run_block();
@@ -263,7 +264,7 @@ int32_t added_flags = 0, removed_flags = 0;
 
 int32_t flags_of(const outrider_slot* slots, int32_t count) {
   int32_t flags = added_flags;
-  for (int b = 0; b < count; ++b) flags |= needs(slots[b], true);
+  for (int b = 0; b < count; ++b) flags |= needed_flags(slots[b], true);
   return flags & ~removed_flags;
 }
 
@@ -288,11 +289,11 @@ Workspace& workspace_of(const outrider_device_sizes& sizes) {
   return made;
 }
 
-int32_t outcome(const outrider_slot* slots, const outrider_verdict* verdicts, int32_t count,
-                int32_t width) {
+int32_t call_status(const outrider_slot* slots, const outrider_verdict* verdicts, int32_t count,
+                    int32_t width) {
   int32_t status = OUTRIDER_OK;
   for (int b = 0; verdicts != nullptr && b < count; ++b) {
-    if (!legal(slots[b], width)) return verdicts[b].status; // as in the CPU library
+    if (!is_valid(slots[b], width)) return verdicts[b].status; // as in the CPU library
     if (verdicts[b].status != OUTRIDER_OK) status = OUTRIDER_SLOT_FAILED;
   }
   return status;
@@ -307,11 +308,11 @@ extern "C" {
 OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed) {
   added_flags = added;
   removed_flags = removed;
-  order.seed(seed);
+  rng.seed(seed);
 }
 
 // For hosts that launch kernels themselves.
-OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
+OUTRIDER_API int32_t outrider_emulate_has_kernel(const char* kernel) {
   return kernels.count(kernel) != 0;
 }
 OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
@@ -333,7 +334,7 @@ OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
                                 workspace.begin, workspace.size, &plan);
   if (status != OUTRIDER_OK) return status;
   launch(plan);
-  return outcome(slots, verdicts, slot_count, width);
+  return call_status(slots, verdicts, slot_count, width);
 }
 
 OUTRIDER_API int32_t outrider_emulate_verify(
@@ -352,7 +353,7 @@ OUTRIDER_API int32_t outrider_emulate_verify(
       workspace.size, &plan);
   if (status != OUTRIDER_OK) return status;
   launch(plan);
-  return outcome(slots, verdicts, slot_count, width);
+  return call_status(slots, verdicts, slot_count, width);
 }
 
 } // extern "C"

@@ -23,8 +23,8 @@ DEVICE bool first_thread() {
 template <bool GENERAL>
 DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* tiles, float rate) {
 #pragma unroll 1
-  for (int j = 0; j < call.span; ++j) {
-    const int k = (block_x() * call.span + j) * warps() + warp_id();
+  for (int j = 0; j < call.tiles_per_warp; ++j) {
+    const int k = (block_x() * call.tiles_per_warp + j) * warps() + warp_id();
     if (k * TILE >= row.width) return;
     const outrider_device_tile tile = scan_tile<GENERAL>(row, k, rate);
     if (lane_id() == 0) tiles[k] = tile;
@@ -35,12 +35,12 @@ DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* til
 
 // Whether the slot has work for a block. If not, its first block writes the verdict.
 DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
-  const bool served = serves(call, slot, true);
-  if (served && slot.gamma >= 0) return true;
+  const bool supported = is_supported(call, slot, true);
+  if (supported && slot.gamma >= 0) return true;
   if (first_thread()) {
     call.states[b].draws = 0;
     call.verdicts[b] =
-        served ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_TARGET, 0);
+        supported ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_TARGET, 0);
   }
   return false;
 }
@@ -54,17 +54,17 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
   const outrider_slot& slot = call.slots[b];
   if (!takes_part(call, slot, b)) return;
   const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.wanted) return;
+  if (!scanned.needed) return;
   scan_row<GENERAL>(call, row_of(call, slot, b, scanned), call.tiles + tiles_at(call, b, r),
                     shape_of(slot).rate);
   if (!last_block(call, b, static_cast<int>(gridDim.x) * scan_rows(call, slot))) return;
   for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
     const ScanRow made = scan_row(call, slot, row);
-    if (!made.wanted) continue;
+    if (!made.needed) continue;
     const int64_t at = tiles_at(call, b, row);
     const outrider_logits& logits = made.draft ? call.draft : call.target;
     const outrider_row shape =
-        combine(slot, call.tiles + at, tiles_of(logits.vocab_size), call.mass + at);
+        combine_tiles(slot, call.tiles + at, tiles_of(logits.vocab_size), call.mass + at);
     if (lane_id() == 0) *row_at(call, b, row) = shape;
   }
   constexpr int32_t LATER = GENERAL ? OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_COUPLED
@@ -80,7 +80,7 @@ DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decisio
   __shared__ Position positions[MAX_ROWS]; // their uniforms
   const outrider_device_state& state = call.states[b];
   for (int y = warp_id(); y <= state.last - state.first; y += warps()) {
-    const double mass = rest_mass(call, slot, b, y, state.prefix[state.first + y]);
+    const double mass = residual_mass_at(call, slot, b, y, state.prefix[state.first + y]);
     if (lane_id() == 0) masses[y] = mass;
   }
   for (int i = static_cast<int>(threadIdx.x); i < slot.gamma; i += static_cast<int>(blockDim.x))
@@ -100,30 +100,31 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   const outrider_slot& slot = call.slots[b];
   const outrider_device_state& state = call.states[b];
   if (!state.draws) return;
-  const bool by_block = slot.rule == OUTRIDER_BLOCK;
+  const bool block_rule = slot.rule == OUTRIDER_BLOCK;
   const int first = state.first, rows = state.last - first + 1;
-  bool rest = state.residual != 0;
+  bool from_residual = state.residual != 0;
   // Without a residual, one warp draws immediately from p.
-  if (rest ? y >= rows : block_x() != 0 || y != 0 || warp_id() != 0) return;
+  if (from_residual ? y >= rows : block_x() != 0 || y != 0 || warp_id() != 0) return;
   int i = first + y, k = block_x() * warps() + warp_id();
-  double scale = by_block ? state.prefix[i] : 1.0, fraction = 0;
+  double scale = block_rule ? state.prefix[i] : 1.0, fraction = 0;
   // First pass: the sum of tile k. Second pass, in the slot's last block: a token drawn from it.
 #pragma unroll 1
-  for (bool drawing = !rest;; drawing = true) {
+  for (bool drawing = !from_residual;; drawing = true) {
     if (drawing) {
       const double u = uniform_of(call, slot, b, 0, RESIDUAL);
-      const double* sums = rest ? rest_at(call, b, i - first) : call.mass + tiles_at(call, b, i);
-      while ((k = choose_tile(sums, tiles, u, &fraction)) < 0 && rest) {
-        rest = false; // an empty residual: p itself
+      const double* sums =
+          from_residual ? residual_at(call, b, i - first) : call.mass + tiles_at(call, b, i);
+      while ((k = choose_tile(sums, tiles, u, &fraction)) < 0 && from_residual) {
+        from_residual = false; // an empty residual: p itself
         sums = call.mass + tiles_at(call, b, i);
       }
     }
     double sum = 0;
-    if (!drawing && k < tiles && rest_is_p(call, slot, b, i, k)) {
+    if (!drawing && k < tiles && residual_is_p(call, slot, b, i, k)) {
       sum = call.mass[tiles_at(call, b, i) + k];
     } else if (k < tiles) {
-      float w[EACH];
-      const int shift = next_tile<GENERAL>(call, slot, b, i, rest, scale, k, w);
+      float w[PER_LANE];
+      const int shift = next_tile<GENERAL>(call, slot, b, i, from_residual, scale, k, w);
       if (drawing) {
         const int e = weights.choose(w, shift, fraction);
         if (lane_id() == 0) call.verdicts[b].token = static_cast<int64_t>(k) * TILE + e;
@@ -131,9 +132,9 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
       }
       sum = static_cast<double>(tile_sum(w, shift));
     }
-    if (k < tiles && lane_id() == 0) rest_at(call, b, y)[k] = sum;
+    if (k < tiles && lane_id() == 0) residual_at(call, b, y)[k] = sum;
     if (!last_block(call, b, static_cast<int>(gridDim.x) * rows)) return;
-    if (by_block) {
+    if (block_rule) {
       find_tau(call, slot, b, &decision);
       __syncthreads();
       i = decision.accepted;
@@ -146,13 +147,13 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
 // --- the draft's draw -------------------------------------------------------------------------
 
 DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) {
-  const bool served = serves(call, slot, false);
-  if (served && step < slot.gamma) return true;
+  const bool supported = is_supported(call, slot, false);
+  if (supported && step < slot.gamma) return true;
   if (first_thread()) {
-    if (!served) call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
+    if (!supported) call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
     if (call.verdicts != nullptr)
       call.verdicts[b] =
-          served ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
+          supported ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
   }
   return false;
 }
@@ -167,7 +168,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
   if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
   const outrider_row shape =
-      combine(slot, tiles, tiles_of(call.draft.vocab_size), call.mass + tiles_at(call, b, 0));
+      combine_tiles(slot, tiles, tiles_of(call.draft.vocab_size), call.mass + tiles_at(call, b, 0));
   if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) {
     if (lane_id() == 0) *row_at(call, b, 0) = shape;
     return;
@@ -194,10 +195,10 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_mark(const __grid_constant__ Call call) {
   const int b = block_z();
   const outrider_slot& slot = call.slots[b];
-  if (!legal(slot, call.width) || slot.gamma < 0) return;
+  if (!is_valid(slot, call.width) || slot.gamma < 0) return;
   const int words = call.tile_count * LANES;
   for (int list = 0; list < 2; ++list) {
-    if (!(list == 0 ? penalises(slot) : suppresses(slot))) continue;
+    if (!(list == 0 ? has_penalty(slot) : has_suppression(slot))) continue;
     uint32_t* const marks = call.marks + (static_cast<int64_t>(b) * 2 + list) * words;
     const int64_t* const ids = list == 0 ? slot.context : slot.suppress;
     const int count = list == 0 ? slot.context_length : slot.suppress_length;
@@ -223,9 +224,9 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_verify_filter(const __grid_constant__ Call call) {
   const int b = block_z(), r = block_y();
   const outrider_slot& slot = call.slots[b];
-  if (slot.gamma < 0 || !serves(call, slot, true)) return;
+  if (slot.gamma < 0 || !is_supported(call, slot, true)) return;
   const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.wanted) return;
+  if (!scanned.needed) return;
   const int64_t at = tiles_at(call, b, r);
   filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
              row_at(call, b, r));
@@ -237,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
     outrider_verify_couple(const __grid_constant__ Call call) {
   const int b = block_z(), i = block_y();
   const outrider_slot& slot = call.slots[b];
-  if (i > slot.gamma || !serves(call, slot, true)) return;
+  if (i > slot.gamma || !is_supported(call, slot, true)) return;
   outrider_row shape = *row_at(call, b, i);
-  if (shape.status == OUTRIDER_OK && couples(slot)) {
+  if (shape.status == OUTRIDER_OK && is_coupled(slot)) {
     couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
                call.tiles + tiles_at(call, b, i), &shape);
     if (lane_id() == 0) *row_at(call, b, i) = shape;
@@ -272,12 +273,13 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   __shared__ TileWeights weights;
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
-  if (!serves(call, slot, false) || step >= slot.gamma) return;
+  if (!is_supported(call, slot, false) || step >= slot.gamma) return;
   const int64_t at = tiles_at(call, b, 0);
   filter_row(slot, drawn_row(call, slot, b, step), call.tiles + at, call.mass + at,
              row_at(call, b, 0));
   __syncthreads();
-  if (warp_id() == 0) draw_draft<true>(call, slot, b, step, fresh(row_at(call, b, 0)), weights);
+  if (warp_id() == 0)
+    draw_draft<true>(call, slot, b, step, load_uncached(row_at(call, b, 0)), weights);
 }
 
 // --- between the models' calls ----------------------------------------------------------------

@@ -47,7 +47,7 @@ struct Histogram {
 #pragma unroll
     for (int d = 0; d < DIGITS; d += LANES) sum += sums[d + lane_id()];
 #pragma unroll
-    for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL, sum, h);
+    for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, h);
     return sum;
   }
   // By one warp: the digit at which the sum from the highest down reaches `target`; -1: none.
@@ -61,10 +61,10 @@ struct Histogram {
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) {
       const unsigned long long below =
-          __shfl_up_sync(ALL, upto, static_cast<unsigned>(distance));
+          __shfl_up_sync(ALL_LANES, upto, static_cast<unsigned>(distance));
       if (lane_id() >= distance) upto += below;
     }
-    const uint32_t reached = __ballot_sync(ALL, upto >= target);
+    const uint32_t reached = __ballot_sync(ALL_LANES, upto >= target);
     if (reached == 0) {
       if (lane_id() == 0) digit = -1;
       return;
@@ -101,7 +101,7 @@ struct Selector {
     if (by != By::MASS) return count;
     const double total = shape.cut == -INF ? shape.total * static_cast<double>(scale)
                                            : static_cast<double>(static_cast<int64_t>(sum));
-    return static_cast<unsigned long long>(nucleus_of(top_p, total));
+    return static_cast<unsigned long long>(nucleus_mass(top_p, total));
   }
 
   DEVICE void scan(Histogram& histogram, uint32_t prefix, int bits) const {
@@ -110,11 +110,11 @@ struct Selector {
       const float peak = tiles[k].max;
       if (peak < shape.cut || (by != By::ID && bits < 24 && key_of(peak) >> (bits + 8) < prefix))
         continue;
-      float z[EACH];
+      float z[PER_LANE];
       const int shift = shift_of(row, k);
       load_tile<true>(row, k, shift, z);
 #pragma unroll
-      for (int q = 0; q < EACH; ++q) {
+      for (int q = 0; q < PER_LANE; ++q) {
         const uint32_t id = static_cast<uint32_t>(k * TILE + element(q, shift));
         const uint32_t key = by == By::ID ? id : key_of(z[q]);
         const bool in = by == By::ID ? z[q] == shape.cut : z[q] >= shape.cut;
@@ -157,9 +157,9 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
                                         outrider_row* shape_at) {
   __shared__ Histogram histogram;
   outrider_row shape = *shape_at;
-  if (shape.status != OUTRIDER_OK || !filters(slot, row.width)) return;
+  if (shape.status != OUTRIDER_OK || !has_filters(slot, row.width)) return;
   const float scale = fixed_scale(row.width);
-  const bool top_k = limits(slot, row.width), top_p = slot.top_p < 1;
+  const bool top_k = has_top_k(slot, row.width), top_p = slot.top_p < 1;
   unsigned long long ties = 0, kept = 0; // at the edge of the nucleus
 #pragma unroll 1
   for (int step = 0; step < 3; ++step) {
@@ -183,7 +183,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
   shape.min_weight = slot.min_p;
   const int count = tiles_of(row.width);
   for (int k = warp_id(); k < count; k += warps()) {
-    float w[EACH];
+    float w[PER_LANE];
     double sum = 0;
     if (tiles[k].max >= shape.cut) {
       const int shift = shift_of(row, k);
@@ -195,7 +195,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
   }
   __syncthreads();
   if (warp_id() != 0) return;
-  shape.total = total_of<Warp>([mass](int k) { return fresh(mass + k); }, count);
+  shape.total = total_of<Warp>([mass](int k) { return load_uncached(mass + k); }, count);
   if (lane_id() == 0) *shape_at = shape;
 }
 

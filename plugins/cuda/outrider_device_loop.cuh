@@ -19,44 +19,45 @@ DEVICE uint64_t global_timer() { // nanoseconds, in steps of up to a microsecond
 }
 #endif
 
-template <class Each> DEVICE void each_slot(const outrider_loop& loop, const Each& each) {
+template <class Each> DEVICE void for_each_slot(const outrider_loop& loop, const Each& each) {
   for (int b = static_cast<int>(threadIdx.x); b < loop.slot_count;
        b += static_cast<int>(blockDim.x))
     each(b);
 }
 
-DEVICE void stamp(const outrider_loop& loop, int i) {
+DEVICE void record_time(const outrider_loop& loop, int i) {
   if (threadIdx.x == 0) loop.clock[i] = global_timer();
 }
 
-DEVICE int least(int a, int b) { return a < b ? a : b; }
+DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 
-DEVICE bool takes_turn(const int32_t* turns, const outrider_sequence* sequences, int b) {
+DEVICE bool has_turn(const int32_t* turns, const outrider_sequence* sequences, int b) {
   return turns[b] >= 0 && sequences[b].ended == 0;
 }
 
 // Number of draft tokens: those wanted that can still become output and fit the draft's context.
 DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
-  const int left = least(sequence.most - sequence.length - 1, sequence.draft_most - sequence.length);
-  const int gamma = least(least(loop.turns[b], loop.width), left);
+  const int left = min_of(sequence.max_length - sequence.length - 1,
+                          sequence.draft_max_length - sequence.length);
+  const int gamma = min_of(min_of(loop.turns[b], loop.width), left);
   return gamma > 0 ? gamma : 0;
 }
 
 DEVICE void begin_round(const outrider_loop& loop) {
-  stamp(loop, 0);
-  if (loop.width == 0) stamp(loop, 1);
-  each_slot(loop, [&](int b) {
+  record_time(loop, 0);
+  if (loop.width == 0) record_time(loop, 1);
+  for_each_slot(loop, [&](int b) {
     const outrider_sequence& sequence = loop.sequences[b];
     outrider_slot& slot = loop.slots[b];
     const int length = sequence.length, gamma = gamma_of(loop, sequence, b);
-    slot.gamma = takes_turn(loop.turns, loop.sequences, b) ? gamma : -1;
+    slot.gamma = has_turn(loop.turns, loop.sequences, b) ? gamma : -1;
     slot.position = static_cast<uint32_t>(length);
     slot.context_length = slot.context != nullptr ? length : 0;
     const int early = sequence.unsuppressed - length;
-    slot.suppress_rows = early <= 0 ? 0 : least(early, gamma + 1);
+    slot.suppress_rows = early <= 0 ? 0 : min_of(early, gamma + 1);
     // Also correct for a slot without a turn: it gets the same tokens at the same rows as before.
     // Beyond the draft's context nothing is drafted any more, so its rows may be overwritten.
-    const int before = length >= 2 && length <= sequence.draft_most ? length - 2 : 0;
+    const int before = length >= 2 && length <= sequence.draft_max_length ? length - 2 : 0;
     const int last = length >= 1 ? length - 1 : 0;
     const int64_t pending = length >= 1 ? sequence.tokens[last] : 0;
     if (loop.width > 0) {
@@ -70,7 +71,7 @@ DEVICE void begin_round(const outrider_loop& loop) {
 }
 
 DEVICE void feed_draft(const outrider_loop& loop) {
-  each_slot(loop, [&](int b) {
+  for_each_slot(loop, [&](int b) {
     const bool drew = loop.step < loop.slots[b].gamma;
     // -1 marks a broken row, which the verification reports; the models get 0 instead.
     const int64_t drawn = drew ? loop.drafts[static_cast<int64_t>(b) * loop.width + loop.step] : 0;
@@ -82,17 +83,17 @@ DEVICE void feed_draft(const outrider_loop& loop) {
     if (drew || loop.step == 0) loop.step_ids[b] = token;
     loop.step_position[b] = position + (loop.step == 0 ? 2 : drew ? 1 : 0);
   });
-  if (loop.step == loop.width - 1) stamp(loop, 1);
+  if (loop.step == loop.width - 1) record_time(loop, 1);
 }
 
-DEVICE bool ends(const outrider_sequence& sequence, int64_t token) {
+DEVICE bool is_end_id(const outrider_sequence& sequence, int64_t token) {
   for (int i = 0; i < sequence.end_count; ++i)
     if (sequence.ends[i] == token) return true;
   return false;
 }
 
 DEVICE void commit_round(const outrider_loop& loop) {
-  each_slot(loop, [&](int b) {
+  for_each_slot(loop, [&](int b) {
     outrider_sequence& sequence = loop.sequences[b];
     const outrider_verdict& verdict = loop.verdicts[b];
     if (loop.slots[b].gamma < 0) return;
@@ -105,10 +106,10 @@ DEVICE void commit_round(const outrider_loop& loop) {
       sequence.draft_tokens[sequence.length] = token < loop.draft_vocab_size ? token : 0;
       sequence.tokens[sequence.length] = token;
       sequence.length += 1;
-      if (ends(sequence, token) || sequence.length >= sequence.most) sequence.ended = 1;
+      if (is_end_id(sequence, token) || sequence.length >= sequence.max_length) sequence.ended = 1;
     }
   });
-  stamp(loop, 2);
+  record_time(loop, 2);
 }
 
 DEVICE void publish_round(const outrider_ring& ring) {
@@ -124,8 +125,7 @@ DEVICE void publish_round(const outrider_ring& ring) {
   if (threadIdx.x != 0) return;
   *ring.written = round + 1;
   bool more = false;
-  for (int b = 0; b < ring.slot_count; ++b)
-    more = more || takes_turn(ring.turns, ring.sequences, b);
+  for (int b = 0; b < ring.slot_count; ++b) more = more || has_turn(ring.turns, ring.sequences, b);
   const uint32_t waiting = round + 1 - *ring.read;
   more = more && *ring.stop == 0 && waiting < static_cast<uint32_t>(ring.entries);
   cudaGraphSetConditional(ring.condition, more ? 1 : 0);

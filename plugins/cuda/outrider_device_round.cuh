@@ -10,9 +10,9 @@ namespace {
 constexpr int MAX_ROWS = OUTRIDER_MAX_WIDTH + 1;
 
 // The flags that a slot needs.
-DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
+DEVICE int32_t needed_flags(const outrider_slot& slot, bool verifies) {
   int32_t flags = 0;
-  if (penalises(slot) || suppresses(slot)) flags |= OUTRIDER_DEVICE_PENALTIES;
+  if (has_penalty(slot) || has_suppression(slot)) flags |= OUTRIDER_DEVICE_PENALTIES;
   if (slot.temperature == 0) return flags;
   if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
   if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
@@ -21,9 +21,9 @@ DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
 }
 
 // Whether this plan supports the slot. Only the CPU library supports counts of ids and biases.
-DEVICE bool serves(const Call& call, const outrider_slot& slot, bool verifies) {
-  return legal(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
-         slot.bias_length == 0 && (needs(slot, verifies) & ~call.flags) == 0;
+DEVICE bool is_supported(const Call& call, const outrider_slot& slot, bool verifies) {
+  return is_valid(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
+         slot.bias_length == 0 && (needed_flags(slot, verifies) & ~call.flags) == 0;
 }
 
 DEVICE outrider_row* row_at(const Call& call, int b, int r) {
@@ -32,8 +32,8 @@ DEVICE outrider_row* row_at(const Call& call, int b, int r) {
 DEVICE int64_t tiles_at(const Call& call, int b, int r) {
   return (static_cast<int64_t>(b) * call.row_count + r) * call.tile_count;
 }
-DEVICE double* rest_at(const Call& call, int b, int y) {
-  return call.rest + (static_cast<int64_t>(b) * call.rest_count + y) * call.tile_count;
+DEVICE double* residual_at(const Call& call, int b, int y) {
+  return call.residual + (static_cast<int64_t>(b) * call.residual_count + y) * call.tile_count;
 }
 
 // A verification without the rows of the draw shapes the draft's rows itself, after the target's.
@@ -41,31 +41,31 @@ DEVICE bool shapes_draft(const Call& call) {
   return call.draft_rows == nullptr && call.draft.data != nullptr;
 }
 DEVICE outrider_row draft_shape(const Call& call, int b, int i) {
-  return shapes_draft(call) ? fresh(row_at(call, b, call.width + 1 + i))
+  return shapes_draft(call) ? load_uncached(row_at(call, b, call.width + 1 + i))
                             : call.draft_rows[static_cast<int64_t>(b) * call.width + i];
 }
 DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
-  return settled(slot) || call.draft.data == nullptr;
+  return is_deterministic(slot) || call.draft.data == nullptr;
 }
 
 // Row r of a scan: the target's 0 .. width, then the draft's.
 struct ScanRow {
-  bool wanted, draft;
+  bool needed, draft;
   int i;
 };
 DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
   const bool draft = r > call.width;
   const int i = draft ? r - call.width - 1 : r;
-  return {draft ? i < slot.gamma && !settled(slot) : i <= slot.gamma, draft, i};
+  return {draft ? i < slot.gamma && !is_deterministic(slot) : i <= slot.gamma, draft, i};
 }
-// Number of rows that are wanted.
+// Number of rows that are needed.
 DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
-  return slot.gamma + 1 + (shapes_draft(call) && !settled(slot) ? slot.gamma : 0);
+  return slot.gamma + 1 + (shapes_draft(call) && !is_deterministic(slot) ? slot.gamma : 0);
 }
 
 DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int i,
                          uint32_t purpose) {
-  if (settled(slot)) return 0;
+  if (is_deterministic(slot)) return 0;
   if (call.uniforms != nullptr)
     return call.uniforms[static_cast<int64_t>(b) * (call.width + 1) +
                          (purpose == RESIDUAL ? call.width : i)];
@@ -84,27 +84,28 @@ DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t posit
   // First the tiles with the maximum, which probably contain the winner; then the others.
   for (int pass = 0; pass < 2; ++pass)
     for (int k = 0; k < n; ++k) {
-      const float top = fresh(tiles + k).max;
+      const float top = load_uncached(tiles + k).max;
       if ((top == shape->peak) != (pass == 0) || top < shape->cut) continue;
       const Noise tile = tile_noise(slot.seed, position, k);
       if (!may_win(tile.least, best, exp2_of((top - shape->peak) * shape->rate))) continue;
-      float w[EACH]; // w[q]: weight of the lane's token in group q
+      float w[PER_LANE]; // w[q]: weight of the lane's token in group q
       load_tile<true>(row, k, 0, w);
       weigh<true>(w, 0, k, *shape);
       float heaviest = 0; // largest weight of the lane's group
 #pragma unroll
-      for (int q = 0; q < EACH; ++q) {
-        const float found = from_key(__reduce_max_sync(ALL, key_of(w[q])));
+      for (int q = 0; q < PER_LANE; ++q) {
+        const float found = from_key(__reduce_max_sync(ALL_LANES, key_of(w[q])));
         if (q == lane) heaviest = found;
       }
       const Noise mine = group_noise(slot.seed, position, k, tile, lane);
 #pragma unroll 1
       for (int g = 0; g < TILE / GROUP; ++g) {
-        const Noise group = {__shfl_sync(ALL, mine.least, g), __shfl_sync(ALL, mine.at, g)};
-        if (!may_win(group.least, best, __shfl_sync(ALL, heaviest, g))) continue;
+        const Noise group = {__shfl_sync(ALL_LANES, mine.least, g),
+                             __shfl_sync(ALL_LANES, mine.at, g)};
+        if (!may_win(group.least, best, __shfl_sync(ALL_LANES, heaviest, g))) continue;
         float weight = 0;
 #pragma unroll
-        for (int q = 0; q < EACH; ++q)
+        for (int q = 0; q < PER_LANE; ++q)
           if (q == g) weight = w[q];
         uint32_t words[4];
         token_words(slot.seed, position, k, g, lane, words);
@@ -112,9 +113,9 @@ DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t posit
         if (weight > 0) quotient = token_noise(group, lane, words) / static_cast<double>(weight);
         int id = k * TILE + g * GROUP + lane;
         for (int distance = 16; distance > 0; distance /= 2) {
-          const double other = __shfl_xor_sync(ALL, quotient, distance);
-          const int token = __shfl_xor_sync(ALL, id, distance);
-          const float heavy = __shfl_xor_sync(ALL, weight, distance);
+          const double other = __shfl_xor_sync(ALL_LANES, quotient, distance);
+          const int token = __shfl_xor_sync(ALL_LANES, id, distance);
+          const float heavy = __shfl_xor_sync(ALL_LANES, weight, distance);
           if (other < quotient || (other == quotient && token < id))
             quotient = other, id = token, weight = heavy;
         }
@@ -136,7 +137,7 @@ struct Position {
 };
 
 DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
-  const outrider_row p_row = fresh(row_at(call, b, i));
+  const outrider_row p_row = load_uncached(row_at(call, b, i));
   Position at = {0, 1, 0, p_row.status, OUTRIDER_TARGET};
   if (at.status != OUTRIDER_OK || i == slot.gamma) return at;
   if (call.draft_rows != nullptr) {
@@ -150,7 +151,7 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   const Row target = target_row(call, slot, b, i);
   const bool in_p = token >= 0 && token < target.width;
   const float z = in_p ? logit_at(target, token) : -INF;
-  if (settled(slot)) {
+  if (is_deterministic(slot)) {
     at.p = token == p_row.token ? 1 : 0;
     // Accept if p(x) >= l max p, computed from the logits.
     if (slot.lenience < 1 && in_p)
@@ -178,8 +179,8 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   }
   const float y = in_q ? logit_at(draft, token) : -INF;
   if (sigmoid) {
-    at.p = in_p ? static_cast<double>(squash(z, id, p_row, s)) : 0;
-    at.q = in_q ? static_cast<double>(squash(y, id, q_row, s)) : 0;
+    at.p = in_p ? static_cast<double>(sigmoid_value(z, id, p_row, s)) : 0;
+    at.q = in_q ? static_cast<double>(sigmoid_value(y, id, q_row, s)) : 0;
   } else {
     at.q = in_q ? static_cast<double>(weight_of(y, id, q_row)) / q_row.total : 0;
   }
@@ -221,25 +222,26 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   outrider_device_state& state = call.states[b];
   outrider_verdict& verdict = call.verdicts[b];
   double* ratios = call.ratios + static_cast<int64_t>(b) * call.width;
-  const bool by_block = slot.rule == OUTRIDER_BLOCK, certain = settled(slot);
+  const bool block_rule = slot.rule == OUTRIDER_BLOCK, deterministic = is_deterministic(slot);
   DeviceRound round = {positions, nullptr, 0, positions[0], 0};
   Decision decision = {gamma, gamma, false, 1.0};
   bool all = true;
-  bool sound = by_block ? block_prefixes(round, gamma, state.prefix, ratios, &all)
-                        : decide_token(round, gamma, slot.lenience, ratios, &decision);
-  if (sound && by_block && !all && certain) sound = block_tau(round, gamma, state.prefix, &decision);
-  const bool pending = by_block && !all && !certain;
-  if (sound && !pending) {
+  bool valid = block_rule ? block_prefixes(round, gamma, state.prefix, ratios, &all)
+                          : decide_token(round, gamma, slot.lenience, ratios, &decision);
+  if (valid && block_rule && !all && deterministic)
+    valid = block_tau(round, gamma, state.prefix, &decision);
+  const bool pending = block_rule && !all && !deterministic;
+  if (valid && !pending) {
     double p, q;
-    sound = round.probs(decision.accepted, &p, &q); // the row that the next token comes from
+    valid = round.probs(decision.accepted, &p, &q); // the row that the next token comes from
   }
-  state.draws = sound && !certain;
-  if (!sound) {
+  state.draws = valid && !deterministic;
+  if (!valid) {
     verdict = verdict_of(round.failed.status, round.failed.model, round.row);
     return;
   }
   verdict = no_verdict();
-  if (certain) verdict.token = fresh(row_at(call, b, decision.accepted)).token;
+  if (deterministic) verdict.token = load_uncached(row_at(call, b, decision.accepted)).token;
   state.residual = pending || decision.residual;
   state.first = state.last = decision.accepted;
   if (pending) {
@@ -257,39 +259,40 @@ __device__ __noinline__ void decide(const Call& call, int b) {
 // --- residuals and draws ----------------------------------------------------------------------
 
 // Not unrolled, to avoid 64 copies of two divisions; its arrays are in local memory.
-DEVICE void squash_tiles(const outrider_slot& slot, const outrider_row& p, const outrider_row& q,
-                         int shift, int k, float w[EACH], const float v[EACH]) {
+DEVICE void sigmoid_residual(const outrider_slot& slot, const outrider_row& p,
+                             const outrider_row& q, int shift, int k, float w[PER_LANE],
+                             const float v[PER_LANE]) {
   const Sigmoid s = sigmoid_of(slot);
-  float a[EACH], c[EACH];
+  float a[PER_LANE], c[PER_LANE];
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) a[j] = w[j], c[j] = v[j];
+  for (int j = 0; j < PER_LANE; ++j) a[j] = w[j], c[j] = v[j];
 #pragma unroll 1
-  for (int j = 0; j < EACH; ++j) {
+  for (int j = 0; j < PER_LANE; ++j) {
     const int id = k * TILE + element(j, shift);
-    a[j] = positive_part(squash(a[j], id, p, s), 1, squash(c[j], id, q, s));
+    a[j] = positive_part(sigmoid_value(a[j], id, p, s), 1, sigmoid_value(c[j], id, q, s));
   }
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) w[j] = a[j];
+  for (int j = 0; j < PER_LANE; ++j) w[j] = a[j];
 }
 
-// Computes the weights of tile k of p or, if `rest`, of max(0, scale p - q) in units of q's
-// weights: if p and q are the same row, the factor is exactly 1 and the residual exactly 0. Without
-// a draft's distribution, q is a point mass on its token. Returns the shift.
+// Computes the weights of tile k of p or, if `from_residual`, of max(0, scale p - q) in units of
+// q's weights: if p and q are the same row, the factor is exactly 1 and the residual exactly 0.
+// Without a draft's distribution, q is a point mass on its token. Returns the shift.
 template <bool GENERAL>
-DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, bool rest,
-                     double scale, int k, float w[EACH]) {
+DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, bool from_residual,
+                     double scale, int k, float w[PER_LANE]) {
   const outrider_row p = *row_at(call, b, i);
   const Row target = target_row(call, slot, b, i), draft = draft_row(call, slot, b, i);
-  const bool subtracts = rest && !point_draft(call, slot);
+  const bool subtracts = from_residual && !point_draft(call, slot);
   int shift = shift_of(target, k);
   if (subtracts && shift_of(draft, k) != shift) shift = 0;
-  float v[EACH];
+  float v[PER_LANE];
   load_tile<GENERAL>(target, k, shift, w);
   if (subtracts) load_tile<GENERAL>(draft, k, shift, v); // -inf beyond a narrower draft: q = 0
   outrider_row q = p;
   if (subtracts) q = draft_shape(call, b, i);
   if (subtracts && slot.rule == OUTRIDER_SIGMOID) {
-    squash_tiles(slot, p, q, shift, k, w, v);
+    sigmoid_residual(slot, p, q, shift, k, w, v);
     return shift;
   }
   weigh<GENERAL>(w, shift, k, p);
@@ -297,28 +300,29 @@ DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, 
     const float factor = static_cast<float>(scale * (q.total / p.total));
     weigh<GENERAL>(v, shift, k, q);
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) w[j] = positive_part(w[j], factor, v[j]);
-  } else if (rest) {
+    for (int j = 0; j < PER_LANE; ++j) w[j] = positive_part(w[j], factor, v[j]);
+  } else if (from_residual) {
     const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
 #pragma unroll
-    for (int j = 0; j < EACH; ++j)
+    for (int j = 0; j < PER_LANE; ++j)
       if (k * TILE + element(j, shift) == token) w[j] = 0; // scale p(x) <= 1 = q(x)
   }
   return shift;
 }
 
 // Whether tile k of the residual equals that of p, because q is a point mass in another tile.
-DEVICE bool rest_is_p(const Call& call, const outrider_slot& slot, int b, int i, int k) {
+DEVICE bool residual_is_p(const Call& call, const outrider_slot& slot, int b, int i, int k) {
   if (!point_draft(call, slot)) return false;
   const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
   return token < 0 || token / TILE != k || token >= call.target.vocab_size;
 }
 
 // The residual's mass in units of a normalised q.
-DEVICE double rest_mass(const Call& call, const outrider_slot& slot, int b, int y, double scale) {
+DEVICE double residual_mass_at(const Call& call, const outrider_slot& slot, int b, int y,
+                               double scale) {
   const int i = call.states[b].first + y;
-  const double* rest = rest_at(call, b, y);
-  const double sum = total_of<Warp>([rest](int k) { return fresh(rest + k); },
+  const double* residual = residual_at(call, b, y);
+  const double sum = total_of<Warp>([residual](int k) { return load_uncached(residual + k); },
                                     tiles_of(call.target.vocab_size));
   const double unit = point_draft(call, slot) ? row_at(call, b, i)->total / scale
                                               : draft_shape(call, b, i).total;
@@ -331,7 +335,7 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
                        outrider_row shape, TileWeights& weights) {
   const int64_t at = static_cast<int64_t>(b) * call.width + step;
   const int32_t status = shape.status;
-  if (status == OUTRIDER_OK && couples(slot)) {
+  if (status == OUTRIDER_OK && is_coupled(slot)) {
     couple_row(slot, drawn_row(call, slot, b, step), slot.position + static_cast<uint32_t>(step),
                call.tiles + tiles_at(call, b, 0), &shape);
   } else if (status == OUTRIDER_OK && slot.temperature > 0) {
@@ -344,7 +348,7 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
     const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft.vocab_size), u,
                               &fraction);
     const int shift = shift_of(row, k);
-    float w[EACH];
+    float w[PER_LANE];
     load_tile<GENERAL>(row, k, shift, w);
     weigh<GENERAL>(w, shift, k, shape);
     const int e = weights.choose(w, shift, fraction);

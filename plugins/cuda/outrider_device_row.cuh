@@ -12,15 +12,15 @@ namespace {
 using namespace outrider;
 using Call = outrider_device_call;
 
-constexpr int EACH = TILE / LANES;
-constexpr unsigned ALL = 0xFFFFFFFFu; // lanes
+constexpr int PER_LANE = TILE / LANES;
+constexpr unsigned ALL_LANES = 0xFFFFFFFFu; // a bit each
 
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
 DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
 
 // Loads what another block wrote, bypassing the L1 cache. T: a multiple of 8 bytes.
-template <class T> DEVICE T fresh(const T* from) {
+template <class T> DEVICE T load_uncached(const T* from) {
   constexpr int WORDS = sizeof(T) / 8;
   unsigned long long words[WORDS];
 #pragma unroll
@@ -43,11 +43,11 @@ struct Warp {
     return {sum};
   }
   DEVICE void add_below(int distance) {
-    const double below = __shfl_up_sync(ALL, v, static_cast<unsigned>(distance));
+    const double below = __shfl_up_sync(ALL_LANES, v, static_cast<unsigned>(distance));
     if (lane_id() >= distance) v += below;
   }
-  DEVICE double at(int i) const { return __shfl_sync(ALL, v, i); }
-  DEVICE uint32_t above(double x) const { return __ballot_sync(ALL, v > x); }
+  DEVICE double at(int i) const { return __shfl_sync(ALL_LANES, v, i); }
+  DEVICE uint32_t above(double x) const { return __ballot_sync(ALL_LANES, v > x); }
 };
 
 // Maps floats to integers of the same order; -0 is +0.
@@ -90,35 +90,35 @@ DEVICE int shift_of(const Row& row, int k) {
 }
 
 // Loads the logits of tile k, -inf beyond the row's end. shift: shift_of(row, k), or 0.
-DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
+DEVICE void load_raw(const Row& row, int k, int shift, float z[PER_LANE]) {
   const unsigned char* at = tile_at(row, k);
   if (shift == 0) {
     const int count = row.width - k * TILE, lane = lane_id();
     if (row.dtype == OUTRIDER_FLOAT32) {
       const float* values = reinterpret_cast<const float*>(at);
 #pragma unroll
-      for (int q = 0; q < EACH; ++q)
+      for (int q = 0; q < PER_LANE; ++q)
         z[q] = lane + q * LANES < count ? __ldg(values + lane + q * LANES) : -INF;
       return;
     }
     const uint16_t* values = reinterpret_cast<const uint16_t*>(at);
     const uint16_t nothing = row.dtype == OUTRIDER_FLOAT16 ? 0xFC00 : 0xFF80; // -inf
-    uint16_t half[EACH];
+    uint16_t half[PER_LANE];
 #pragma unroll
-    for (int q = 0; q < EACH; ++q)
+    for (int q = 0; q < PER_LANE; ++q)
       half[q] = lane + q * LANES < count ? __ldg(values + lane + q * LANES) : nothing;
 #pragma unroll
-    for (int q = 0; q < EACH; ++q)
+    for (int q = 0; q < PER_LANE; ++q)
       z[q] = row.dtype == OUTRIDER_FLOAT16 ? from_float16(half[q]) : from_bfloat16(half[q]);
     return;
   }
   const uint4* vectors = reinterpret_cast<const uint4*>(at) + lane_id();
   if (shift == 2) {
-    uint4 raw[EACH / 4];
+    uint4 raw[PER_LANE / 4];
 #pragma unroll
-    for (int r = 0; r < EACH / 4; ++r) raw[r] = __ldg(vectors + r * LANES);
+    for (int r = 0; r < PER_LANE / 4; ++r) raw[r] = __ldg(vectors + r * LANES);
 #pragma unroll
-    for (int r = 0; r < EACH / 4; ++r) {
+    for (int r = 0; r < PER_LANE / 4; ++r) {
       z[4 * r] = as_float(raw[r].x);
       z[4 * r + 1] = as_float(raw[r].y);
       z[4 * r + 2] = as_float(raw[r].z);
@@ -126,11 +126,11 @@ DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
     }
     return;
   }
-  uint4 raw[EACH / 8];
+  uint4 raw[PER_LANE / 8];
 #pragma unroll
-  for (int r = 0; r < EACH / 8; ++r) raw[r] = __ldg(vectors + r * LANES);
+  for (int r = 0; r < PER_LANE / 8; ++r) raw[r] = __ldg(vectors + r * LANES);
 #pragma unroll
-  for (int r = 0; r < EACH / 8; ++r) {
+  for (int r = 0; r < PER_LANE / 8; ++r) {
     const uint32_t words[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -145,7 +145,7 @@ DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
 
 // Applies penalty and suppression to tile k. Returns whether this hid a NaN or +inf among the
 // lane's logits.
-DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
+DEVICE bool process_tile(const Row& row, int k, int shift, float z[PER_LANE]) {
   uint32_t penalise = 0, suppress = 0;
   const int word = k * LANES + lane_id();
   if (row.penalised != nullptr) {
@@ -156,31 +156,30 @@ DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
     }
   }
   if (row.suppressed != nullptr) suppress = row.suppressed[word];
-  if (!__any_sync(ALL, (penalise | suppress) != 0)) return false;
+  if (!__any_sync(ALL_LANES, (penalise | suppress) != 0)) return false;
   // Not unrolled, to avoid 32 copies of a division; its array is in local memory, which is
   // acceptable here.
-  float changed[EACH];
+  float changed[PER_LANE];
 #pragma unroll
-  for (int q = 0; q < EACH; ++q) changed[q] = z[q];
+  for (int q = 0; q < PER_LANE; ++q) changed[q] = z[q];
   bool hidden = false;
 #pragma unroll 1
-  for (int q = 0; q < EACH; ++q) {
+  for (int q = 0; q < PER_LANE; ++q) {
     const int e = element(q, shift);
     const uint32_t bit = 1u << (e % 32);
-    const bool changes = (__shfl_sync(ALL, penalise, e / 32) & bit) != 0;
-    const bool hides = (__shfl_sync(ALL, suppress, e / 32) & bit) != 0;
+    const bool changes = (__shfl_sync(ALL_LANES, penalise, e / 32) & bit) != 0;
+    const bool hides = (__shfl_sync(ALL_LANES, suppress, e / 32) & bit) != 0;
     hidden |= hides & !(changed[q] < INF);
     if (hides) changed[q] = -INF;
     else if (changes) changed[q] = penalised(changed[q], row.penalty);
   }
 #pragma unroll
-  for (int q = 0; q < EACH; ++q) z[q] = changed[q];
+  for (int q = 0; q < PER_LANE; ++q) z[q] = changed[q];
   return hidden;
 }
 
 // GENERAL: the row may be a processed one. Returns the result of process_tile.
-template <bool GENERAL>
-DEVICE bool load_tile(const Row& row, int k, int shift, float z[EACH]) {
+template <bool GENERAL> DEVICE bool load_tile(const Row& row, int k, int shift, float z[PER_LANE]) {
   load_raw(row, k, shift, z);
   return GENERAL && (row.penalised != nullptr || row.suppressed != nullptr) &&
          process_tile(row, k, shift, z);
@@ -197,8 +196,8 @@ DEVICE float logit_at(const Row& row, int64_t id) {
   return changes ? penalised(z, row.penalty) : z;
 }
 
-DEVICE bool penalises(const outrider_slot& slot) { return slot.repetition_penalty != 1; }
-DEVICE bool suppresses(const outrider_slot& slot) {
+DEVICE bool has_penalty(const outrider_slot& slot) { return slot.repetition_penalty != 1; }
+DEVICE bool has_suppression(const outrider_slot& slot) {
   return slot.suppress_rows > 0 && slot.suppress_length > 0;
 }
 
@@ -207,8 +206,8 @@ DEVICE Row row_of(const Call& call, const outrider_slot& slot, int b, const outr
                   int64_t index, int at, int i) {
   const uint32_t* marks = call.marks;
   const int64_t words = static_cast<int64_t>(call.tile_count) * LANES;
-  const bool penalise = marks != nullptr && penalises(slot);
-  const bool suppress = marks != nullptr && suppresses(slot) && i < slot.suppress_rows;
+  const bool penalise = marks != nullptr && has_penalty(slot);
+  const bool suppress = marks != nullptr && has_suppression(slot) && i < slot.suppress_rows;
   return {static_cast<const unsigned char*>(logits.data) + index * logits.slot_stride +
               at * logits.row_stride,
           logits.dtype,
@@ -241,23 +240,23 @@ template <int J, int H> DEVICE void halve_lanes(float* v) {
 #pragma unroll
     for (int j = 0; j < J / 2; ++j) {
       const float mine = upper ? v[j + J / 2] : v[j], theirs = upper ? v[j] : v[j + J / 2];
-      v[j] = mine + __shfl_xor_sync(ALL, theirs, H);
+      v[j] = mine + __shfl_xor_sync(ALL_LANES, theirs, H);
     }
     halve_lanes<J / 2, H / 2>(v);
   } else {
-    v[0] += __shfl_xor_sync(ALL, v[0], H);
+    v[0] += __shfl_xor_sync(ALL_LANES, v[0], H);
     if constexpr (H > 1) halve_lanes<1, H / 2>(v);
   }
 }
 template <int J> DEVICE float halve_lanes(float* v) {
   halve_lanes<J, 16>(v);
 #pragma unroll
-  for (int n = J, h = 16; n > 1; n /= 2, h /= 2) v[0] += __shfl_xor_sync(ALL, v[0], h);
+  for (int n = J, h = 16; n > 1; n /= 2, h /= 2) v[0] += __shfl_xor_sync(ALL_LANES, v[0], h);
   return v[0];
 }
 
 // Sums 1024 elements by halving, starting at distance 512. Overwrites v.
-DEVICE float tile_sum(float v[EACH], int shift) {
+DEVICE float tile_sum(float v[PER_LANE], int shift) {
 #pragma unroll
   for (int q = 0; q < 16; ++q) v[q] += v[q + 16];
 #pragma unroll
@@ -274,9 +273,9 @@ DEVICE float tile_sum(float v[EACH], int shift) {
 
 // Replaces the logits of tile k by their weights. GENERAL: the row may have been filtered.
 template <bool GENERAL>
-DEVICE void weigh(float z[EACH], int shift, int k, const outrider_row& shape) {
+DEVICE void weigh(float z[PER_LANE], int shift, int k, const outrider_row& shape) {
 #pragma unroll
-  for (int q = 0; q < EACH; ++q)
+  for (int q = 0; q < PER_LANE; ++q)
     z[q] = GENERAL ? weight_of(z[q], k * TILE + element(q, shift), shape)
                    : exp2_of((z[q] - shape.peak) * shape.rate);
 }
@@ -287,60 +286,60 @@ DEVICE float larger(float a, float b) { return fmaxf(a, b); } // ignores a NaN
 
 template <bool GENERAL>
 DEVICE outrider_device_tile scan_tile(const Row& row, int k, float rate) {
-  float z[EACH];
+  float z[PER_LANE];
   const int shift = shift_of(row, k);
   bool broken = load_tile<GENERAL>(row, k, shift, z);
   float peak = z[0];
 #pragma unroll
-  for (int q = 1; q < EACH; ++q) peak = larger(peak, z[q]);
-  peak = from_key(__reduce_max_sync(ALL, key_of(peak)));
+  for (int q = 1; q < PER_LANE; ++q) peak = larger(peak, z[q]);
+  peak = from_key(__reduce_max_sync(ALL_LANES, key_of(peak)));
   outrider_device_tile tile;
   tile.max = peak;
   if (rate == 0) { // temperature 0
     unsigned token = 0xFFFFFFFFu;
 #pragma unroll
-    for (int q = 0; q < EACH; ++q) {
+    for (int q = 0; q < PER_LANE; ++q) {
       const unsigned id = static_cast<unsigned>(k * TILE + element(q, shift));
       broken |= !(z[q] < INF);
       if (z[q] == peak && id < token) token = id;
     }
-    tile.token = static_cast<int32_t>(__reduce_min_sync(ALL, token));
-    if (!__any_sync(ALL, broken)) return tile;
+    tile.token = static_cast<int32_t>(__reduce_min_sync(ALL_LANES, token));
+    if (!__any_sync(ALL_LANES, broken)) return tile;
   } else {
     const float base = peak == -INF ? 0 : peak;
 #pragma unroll
-    for (int q = 0; q < EACH; ++q) z[q] = exp2_of((z[q] - base) * rate);
+    for (int q = 0; q < PER_LANE; ++q) z[q] = exp2_of((z[q] - base) * rate);
     tile.sum = tile_sum(z, shift);
     broken |= is_nan(static_cast<double>(tile.sum));
-    if (!__any_sync(ALL, broken)) return tile;
+    if (!__any_sync(ALL_LANES, broken)) return tile;
   }
   bool nan = false; // takes precedence over infinity, suppressed or not
 #pragma unroll 1
   for (int id = k * TILE + lane_id(); id < row.width && id < (k + 1) * TILE; id += LANES)
     nan |= is_nan(static_cast<double>(load(row.data, row.dtype, id)));
   const float not_a_number = as_float(0x7FC00000u);
-  tile.max = __any_sync(ALL, nan) ? not_a_number : INF;
+  tile.max = __any_sync(ALL_LANES, nan) ? not_a_number : INF;
   tile.sum = not_a_number;
   return tile;
 }
 
 // Computes a row's shape and its tiles' masses from the scanned tiles, by one warp. As many tiles
 // as fit stay in registers between the passes.
-DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_tile* tiles, int n,
-                            double* mass) {
-  constexpr int HELD = 8;
+DEVICE outrider_row combine_tiles(const outrider_slot& slot, const outrider_device_tile* tiles,
+                                  int n, double* mass) {
+  constexpr int KEPT_TILES = 8;
   const int length = run_length(n), start = lane_id() * length;
   const int end = start + length < n ? start + length : n;
-  outrider_device_tile held[HELD];
+  outrider_device_tile held[KEPT_TILES];
 #pragma unroll
-  for (int j = 0; j < HELD; ++j)
-    if (start + j < end) held[j] = fresh(tiles + start + j);
+  for (int j = 0; j < KEPT_TILES; ++j)
+    if (start + j < end) held[j] = load_uncached(tiles + start + j);
   const auto each = [&](const auto& visit) {
 #pragma unroll
-    for (int j = 0; j < HELD; ++j)
+    for (int j = 0; j < KEPT_TILES; ++j)
       if (start + j < end) visit(start + j, held[j]);
 #pragma unroll 1
-    for (int k = start + HELD; k < end; ++k) visit(k, fresh(tiles + k));
+    for (int k = start + KEPT_TILES; k < end; ++k) visit(k, load_uncached(tiles + k));
   };
   outrider_row shape = shape_of(slot);
   bool nan = false;
@@ -348,8 +347,8 @@ DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_til
     nan |= is_nan(static_cast<double>(tile.max));
     shape.peak = larger(shape.peak, tile.max);
   });
-  shape.peak = from_key(__reduce_max_sync(ALL, key_of(shape.peak)));
-  if (__any_sync(ALL, nan)) shape.status = OUTRIDER_NAN;
+  shape.peak = from_key(__reduce_max_sync(ALL_LANES, key_of(shape.peak)));
+  if (__any_sync(ALL_LANES, nan)) shape.status = OUTRIDER_NAN;
   else if (shape.peak == INF) shape.status = OUTRIDER_INFINITE;
   else if (shape.peak == -INF) shape.status = OUTRIDER_NO_TOKEN;
   if (shape.status != OUTRIDER_OK) return shape;
@@ -359,7 +358,7 @@ DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_til
       if (tile.max == shape.peak && static_cast<unsigned>(tile.token) < token)
         token = static_cast<unsigned>(tile.token);
     });
-    shape.token = static_cast<int32_t>(__reduce_min_sync(ALL, token));
+    shape.token = static_cast<int32_t>(__reduce_min_sync(ALL_LANES, token));
     return shape;
   }
   Warp sums = {0};
@@ -368,7 +367,7 @@ DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_til
     mass[k] = static_cast<double>(tile.sum) * static_cast<double>(scale);
     sums.v += mass[k];
   });
-  shape.total = running(sums).at(LANES - 1);
+  shape.total = prefix_sums(sums).at(LANES - 1);
   return shape;
 }
 
@@ -379,9 +378,9 @@ struct TileWeights {
 
   DEVICE static int at(int e) { return e + e / LANES; }
 
-  DEVICE int choose(const float weights[EACH], int shift, double fraction) {
+  DEVICE int choose(const float weights[PER_LANE], int shift, double fraction) {
 #pragma unroll
-    for (int q = 0; q < EACH; ++q) w[at(element(q, shift))] = weights[q];
+    for (int q = 0; q < PER_LANE; ++q) w[at(element(q, shift))] = weights[q];
     __syncwarp();
     double within;
     return outrider::choose<Warp>([&](int e) { return static_cast<double>(w[at(e)]); }, TILE,
@@ -390,7 +389,7 @@ struct TileWeights {
 };
 
 DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction) {
-  return choose<Warp>([sums](int k) { return fresh(sums + k); }, tiles, u, fraction);
+  return choose<Warp>([sums](int k) { return load_uncached(sums + k); }, tiles, u, fraction);
 }
 
 // Whether this is the slot's last of `blocks` to finish, which may read what the others wrote.
@@ -399,8 +398,8 @@ DEVICE bool last_block(const Call& call, int b, int blocks) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicAdd(call.arrived + b, 1u) == static_cast<unsigned>(blocks) - 1;
-    if (last) call.arrived[b] = 0; // for the next kernel
+    last = atomicAdd(call.finished_blocks + b, 1u) == static_cast<unsigned>(blocks) - 1;
+    if (last) call.finished_blocks[b] = 0; // for the next kernel
     __threadfence();
   }
   __syncthreads();

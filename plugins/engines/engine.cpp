@@ -5,30 +5,30 @@
 
 namespace outrider {
 
-int64_t HeldRows::common(int32_t slot, const Tokens& text) const {
+int64_t HeldRows::common_prefix(int32_t slot, const Tokens& text) const {
   const Tokens& held = tokens_[slot];
-  const size_t most = std::min(held.size(), text.size());
+  const size_t limit = std::min(held.size(), text.size());
   size_t i = 0;
-  while (i < most && held[i] == (text[i] < vocab_size_ ? text[i] : 0)) ++i;
+  while (i < limit && held[i] == (text[i] < vocab_size_ ? text[i] : 0)) ++i;
   return static_cast<int64_t>(i);
 }
 
-int64_t HeldRows::resumes(int32_t slot, int64_t length) const {
-  return length >= least_[slot] ? length : 0;
+int64_t HeldRows::resumable_length(int32_t slot, int64_t length) const {
+  return length >= min_prefix_[slot] ? length : 0;
 }
 
-void HeldRows::cut(int32_t slot, int64_t length) {
+void HeldRows::truncate(int32_t slot, int64_t length) {
   if (length < this->length(slot)) tokens_[slot].resize(length);
 }
 
-void HeldRows::overwrites(int32_t slot, int64_t start, int64_t width) {
-  cut(slot, start);
+void HeldRows::begin_write(int32_t slot, int64_t start, int64_t width) {
+  truncate(slot, start);
   if (states_)
-    least_[slot] = std::max(start > 0 ? least_[slot] : 0,
-                            start + width - states_->rows + states_->reach);
+    min_prefix_[slot] =
+        std::max(start > 0 ? min_prefix_[slot] : 0, start + width - states_->rows + states_->reach);
 }
 
-void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
+void HeldRows::end_write(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
   if (length(slot) == start) // rows after a gap belong to no sequence
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }
@@ -36,7 +36,7 @@ void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t st
 Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t narrowest_call)
     : slots(slot_count), vocab_size(facts.vocab_size), narrowest(narrowest_call),
       capacity(facts.capacity), chunk(std::min(CHUNK, facts.capacity)),
-      held(slot_count, facts.vocab_size, facts.states) {}
+      held_rows(slot_count, facts.vocab_size, facts.states) {}
 
 LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t since,
                            int64_t outputs, int32_t first, int32_t buffer) {
@@ -44,13 +44,14 @@ LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t si
   const int64_t width = static_cast<int64_t>(ids.size()) / batch;
   reserve(position, width);
   for (int64_t b = 0; b < batch; ++b)
-    held.overwrites(static_cast<int32_t>(first + b), position[b], width);
+    held_rows.begin_write(static_cast<int32_t>(first + b), position[b], width);
   const auto begin = std::chrono::steady_clock::now();
   float* const logits =
       compute({ids.data(), position.data(), batch, width, since, outputs, first, buffer});
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   for (int64_t b = 0; b < batch; ++b)
-    held.wrote(static_cast<int32_t>(first + b), ids.data() + b * width, width, position[b]);
+    held_rows.end_write(static_cast<int32_t>(first + b), ids.data() + b * width, width,
+                        position[b]);
   return {logits, outputs, vocab_size};
 }
 
@@ -58,21 +59,21 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
   LogitsView row{};
   for (int64_t at = start; at < end; at += chunk) {
     const int64_t count = std::min(chunk, end - at);
-    Tokens ids = readable(Tokens(tokens.begin() + at, tokens.begin() + at + count));
+    Tokens ids = replace_unknown_ids(Tokens(tokens.begin() + at, tokens.begin() + at + count));
     ids.resize(std::max<int64_t>(count, narrowest)); // padding goes to rows that are not valid
     row = forward(ids, {at}, count - 1, 1, slot);
   }
   return row;
 }
 
-Tokens Engine::readable(Tokens tokens) const {
+Tokens Engine::replace_unknown_ids(Tokens tokens) const {
   for (int64_t& token : tokens)
     if (token >= vocab_size) token = 0;
   return tokens;
 }
 
 void Engine::clear(int32_t slot) {
-  held.cut(slot, 0);
+  held_rows.truncate(slot, 0);
   wipe(slot);
 }
 

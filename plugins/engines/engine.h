@@ -26,20 +26,20 @@ constexpr int64_t CHUNK = 256; // tokens per prefill call; bounds the activation
 class HeldRows {
 public:
   HeldRows(int32_t slots, int32_t vocab_size, std::optional<StateFacts> states)
-      : tokens_(slots), least_(slots), vocab_size_(vocab_size), states_(std::move(states)) {}
+      : tokens_(slots), min_prefix_(slots), vocab_size_(vocab_size), states_(std::move(states)) {}
   int64_t length(int32_t slot) const { return static_cast<int64_t>(tokens_[slot].size()); }
-  bool carries() const { return states_.has_value(); } // whether there is a recurrent state
-  int64_t common(int32_t slot, const Tokens& text) const; // length of the common prefix
+  bool has_state() const { return states_.has_value(); } // whether there is a recurrent state
+  int64_t common_prefix(int32_t slot, const Tokens& text) const; // length of the common prefix
   // The row at which a sequence can continue whose first `length` rows are held: `length`, or 0.
-  int64_t resumes(int32_t slot, int64_t length) const;
-  void cut(int32_t slot, int64_t length);
+  int64_t resumable_length(int32_t slot, int64_t length) const;
+  void truncate(int32_t slot, int64_t length);
   // A call of `width` tokens begins. Noted before it runs: if it fails, these rows are lost.
-  void overwrites(int32_t slot, int64_t start, int64_t width);
-  void wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
+  void begin_write(int32_t slot, int64_t start, int64_t width);
+  void end_write(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
 
 private:
   std::vector<Tokens> tokens_;
-  std::vector<int64_t> least_; // the shortest non-empty prefix that can be continued
+  std::vector<int64_t> min_prefix_; // the shortest non-empty prefix that can be continued
   int64_t vocab_size_;         // ids from here on are read as 0
   std::optional<StateFacts> states_;
 };
@@ -74,11 +74,11 @@ public:
   void clear(int32_t slot);
 
   // The tokens with 0 in place of those outside the vocabulary.
-  Tokens readable(Tokens tokens) const;
+  Tokens replace_unknown_ids(Tokens tokens) const;
 
   const int32_t slots, vocab_size, narrowest;
   const int64_t capacity, chunk;
-  HeldRows held;
+  HeldRows held_rows;
   double seconds = 0; // total time of calls
 
 protected:

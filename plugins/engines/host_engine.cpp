@@ -6,7 +6,7 @@ namespace outrider {
 
 namespace {
 
-constexpr size_t MOST_CALLS = 1024; // kept calls: kilobytes each, more for a deep model
+constexpr size_t MAX_CALLS = 1024; // kept calls: kilobytes each, more for a deep model
 
 } // namespace
 
@@ -24,17 +24,17 @@ HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
     : Engine(facts, slot_count, narrowest_call),
       model_(library, folder + "/" + facts.file, facts.dtype, threads),
       widest_(widest) {
-  const auto side = [&](const char* name, const std::vector<CacheShape>& shapes, int type,
-                        int64_t ring) {
+  const auto add_caches = [&](const char* name, const std::vector<CacheShape>& shapes, int type,
+                              int64_t ring) {
     for (size_t i = 0; i < shapes.size(); ++i) {
       const auto& [heads, width] = shapes[i];
       caches_.push_back({name + std::to_string(i), heads, width, type, ring, {}});
     }
   };
   const int type = ort::type_of(facts.cache);
-  side("key_", facts.keys, type, 0);
-  side("value_", facts.values, type, 0);
-  if (facts.states) side("state_", facts.states->shapes, ort::FLOAT, facts.states->rows);
+  add_caches("key_", facts.keys, type, 0);
+  add_caches("value_", facts.values, type, 0);
+  if (facts.states) add_caches("state_", facts.states->shapes, ort::FLOAT, facts.states->rows);
   for (Cache& cache : caches_)
     if (cache.ring > 0) cache.data = zeros<char>(slots * slot_bytes(cache));
   ids_ = zeros<int64_t>(slots * chunk);
@@ -43,8 +43,8 @@ HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
   logits_ = zeros<float>(int64_t{buffers} * slots * widest * vocab_size);
 }
 
-double HostEngine::least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest,
-                               int32_t buffers) {
+double HostEngine::min_bytes(const ModelFacts& facts, int32_t slots, int32_t widest,
+                             int32_t buffers) {
   double row = 0;
   for (const auto* side : {&facts.keys, &facts.values})
     for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
@@ -71,7 +71,7 @@ float* HostEngine::compute(const EngineCall& call) {
   if (call.width <= widest_) { // steps and verifications; prefill widths vary too much
     auto found = calls_.find(shape);
     if (found == calls_.end()) {
-      if (calls_.size() >= MOST_CALLS) calls_.clear(); // there is one per span and width
+      if (calls_.size() >= MAX_CALLS) calls_.clear(); // there is one per span and width
       found = calls_.emplace(shape, prepare(call)).first;
     }
     model_.run(found->second);
@@ -122,27 +122,27 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   const int64_t need = *std::max_element(position.begin(), position.end()) + width;
   const int64_t start = position[0];
   // No round goes back this far, so it is a new sequence, some of whose first rows may be reused.
-  const bool another =
-      slots == 1 && (start == 0 || held.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
-  if (need <= rows_ && !(another && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
+  const bool new_sequence =
+      slots == 1 && (start == 0 || held_rows.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
+  if (need <= rows_ && !(new_sequence && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
   int64_t rows = FIRST_ROWS;
   while (rows < need) rows *= 2;
   rows = std::min(rows, capacity);
-  const int64_t kept = another ? start : rows_;
-  std::vector<Memory<char>> other(caches_.size()); // allocated in full before anything changes
+  const int64_t kept = new_sequence ? start : rows_;
+  std::vector<Memory<char>> grown(caches_.size()); // allocated in full before anything changes
   for (size_t i = 0; i < caches_.size(); ++i) {
     const Cache& cache = caches_[i];
     if (cache.ring > 0) continue;
     const int64_t row = row_bytes(cache);
-    other[i] = zeros<char>(int64_t{slots} * cache.heads * rows * row);
+    grown[i] = zeros<char>(int64_t{slots} * cache.heads * rows * row);
     for (int64_t plane = 0; kept > 0 && plane < slots * cache.heads; ++plane)
-      memcpy(other[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
+      memcpy(grown[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
              static_cast<size_t>(kept * row));
   }
-  if (another) held.cut(0, kept);
+  if (new_sequence) held_rows.truncate(0, kept);
   calls_.clear(); // they hold the old addresses
   for (size_t i = 0; i < caches_.size(); ++i)
-    if (other[i]) caches_[i].data = std::move(other[i]);
+    if (grown[i]) caches_[i].data = std::move(grown[i]);
   rows_ = rows;
 }
 

@@ -24,13 +24,13 @@ public:
              int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
 
   // Bytes of memory for slots with short sequences: FIRST_ROWS of cache, states and logits.
-  static double least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);
+  static double min_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);
 
 private:
-  struct Freed {
+  struct MemoryFreer {
     void operator()(void* memory) const { free(memory); }
   };
-  template <class T> using Memory = std::unique_ptr<T[], Freed>;
+  template <class T> using Memory = std::unique_ptr<T[], MemoryFreer>;
   struct Cache {
     std::string name;
     int64_t heads, width; // width: elements per row

@@ -39,8 +39,10 @@ template <class Release, class Made> Owned<Made, Release> owned(const Api* api, 
 } // namespace
 
 Library::Library(const char* path) : environment(nullptr, {nullptr}), memory(nullptr, {nullptr}) {
-  const auto named = [](const char* name) { return name != nullptr && *name != '\0' ? name : nullptr; };
-  path = named(path) ? path : named(getenv("OUTRIDER_ONNXRUNTIME"));
+  const auto non_empty = [](const char* name) {
+    return name != nullptr && *name != '\0' ? name : nullptr;
+  };
+  path = non_empty(path) ? path : non_empty(getenv("OUTRIDER_ONNXRUNTIME"));
   setenv("ORT_DISABLE_TELEMETRY", "1", 0); // otherwise it writes a device id to the home folder
   void* library = nullptr;
   for (const char* name : {path, path ? nullptr : "libonnxruntime.so.1",

@@ -12,11 +12,11 @@
 namespace ort {
 
 // Objects of ONNX Runtime are released through its function table.
-template <class Made, class Release> struct Releases {
+template <class Made, class Release> struct Releaser {
   const Api* api;
   void operator()(Made* made) const { call<Release>(api, made); }
 };
-template <class Made, class Release> using Owned = std::unique_ptr<Made, Releases<Made, Release>>;
+template <class Made, class Release> using Owned = std::unique_ptr<Made, Releaser<Made, Release>>;
 
 // The library and its environment. It is never unloaded, since its threads may outlive a session.
 class Library {

@@ -20,7 +20,7 @@ struct FileFacts {
 using CacheShape = std::pair<int64_t, int64_t>; // heads, and bytes or elements per row
 
 struct SizeRange {
-  int64_t least, most;
+  int64_t min, max;
 };
 
 // The ahead-of-time compiled engine of one model.
@@ -50,10 +50,11 @@ struct ModelFacts {
 };
 
 // Whether results are bitwise the same across the widths of calls.
-struct Bits {
+struct Guarantees {
   int32_t narrowest = 2; // minimum number of tokens in a call of the target
-  bool one_text = false; // the output is the same for every gamma, draft, slot and neighbour
-  bool forgone = false;  // lost because plain_width makes calls narrower than required
+  // Whether the output is the same for every gamma, draft, slot and neighbour.
+  bool output_invariant = false;
+  bool invariance_lost = false; // lost because plain_width makes calls narrower than required
 };
 
 struct Bundle {
@@ -61,8 +62,8 @@ struct Bundle {
   std::map<std::string, std::string> versions;
   std::map<std::string, FileFacts> files;
   int32_t slots, vocab_size, max_len, max_gamma;
-  bool lookup; // without a draft model, the default draft is ngram
-  std::vector<int64_t> ends;
+  bool ngram_by_default; // without a draft model, the default draft is ngram
+  std::vector<int64_t> eos_ids;
   ModelFacts target;
   std::optional<ModelFacts> draft;
 
@@ -77,7 +78,7 @@ struct Bundle {
 
   // What is guaranteed for a session with this many slots. version: of ONNX Runtime. plain_width:
   // as requested, or 0.
-  Bits promise(int32_t slots, const std::string& version, int32_t plain_width) const;
+  Guarantees guarantees_for(int32_t slots, const std::string& version, int32_t plain_width) const;
 
 private:
   struct CallBits {

@@ -19,8 +19,8 @@ struct Failure {
   throw Failure{status, std::move(cause), std::move(remedy)};
 }
 
-inline void refuse(bool broken, std::string cause, std::string remedy) {
-  if (broken) fail(OUTRIDER_FAILED_OPTION, std::move(cause), std::move(remedy));
+inline void refuse_if(bool condition, std::string cause, std::string remedy) {
+  if (condition) fail(OUTRIDER_FAILED_OPTION, std::move(cause), std::move(remedy));
 }
 
 } // namespace outrider

@@ -23,7 +23,7 @@ inline void copy_line(char* to, size_t size, const std::string& text) {
     if (to[i] == '\n') to[i] = ' ';
 }
 
-inline int32_t tell(outrider_failure* failure, const Failure& found) {
+inline int32_t fill_failure(outrider_failure* failure, const Failure& found) {
   if (failure != nullptr) {
     failure->status = found.status;
     copy_line(failure->cause, sizeof failure->cause, found.cause);
@@ -32,20 +32,23 @@ inline int32_t tell(outrider_failure* failure, const Failure& found) {
   return found.status;
 }
 
-template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
+template <class Work> int32_t run_guarded(outrider_failure* failure, const Work& work) {
   try {
     if (failure != nullptr) *failure = {};
     work();
     return OUTRIDER_OK;
   } catch (const Failure& found) {
-    return tell(failure, found);
+    return fill_failure(failure, found);
   } catch (const std::bad_alloc&) {
-    return tell(failure, {OUTRIDER_FAILED_MEMORY, "not enough memory",
-                          "Free some memory, use fewer slots, or build with a smaller MAX_LEN"});
+    return fill_failure(failure,
+                        {OUTRIDER_FAILED_MEMORY, "not enough memory",
+                         "Free some memory, use fewer slots, or build with a smaller MAX_LEN"});
   } catch (const std::system_error& error) { // no thread could be started
-    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Raise the process's thread limit"});
+    return fill_failure(failure,
+                        {OUTRIDER_FAILED_MEMORY, error.what(), "Raise the process's thread limit"});
   } catch (const std::exception& error) { // no exception may cross a C interface
-    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "Report this bug in Outrider"});
+    return fill_failure(failure,
+                        {OUTRIDER_FAILED_BACKEND, error.what(), "Report this bug in Outrider"});
   }
 }
 

@@ -9,11 +9,11 @@ namespace outrider {
 
 namespace {
 
-constexpr int DEEPEST = 64; // levels of nesting; Outrider's files have 8
+constexpr int MAX_DEPTH = 64; // levels of nesting; Outrider's files have 8
 // One-letter escapes, and the characters they denote.
 const char LETTERS[] = "\"\\bfnrt/", LITERALS[] = "\"\\\b\f\n\r\t/";
 
-[[noreturn]] void odd(std::string what) { throw BadJson{std::move(what)}; }
+[[noreturn]] void throw_bad_json(std::string what) { throw BadJson{std::move(what)}; }
 
 void append_utf8(std::string& text, uint32_t c) {
   const auto put = [&](uint32_t byte) { text += static_cast<char>(byte); };
@@ -34,14 +34,14 @@ uint32_t next_utf8(std::string_view text, size_t& i) {
   const uint32_t first = byte(i++);
   if (first < 0x80) return first;
   const size_t more = first >= 0xF0 ? 3 : first >= 0xE0 ? 2 : first >= 0xC2 ? 1 : 0;
-  if (more == 0 || first > 0xF4 || i + more > text.size()) odd("not UTF-8");
+  if (more == 0 || first > 0xF4 || i + more > text.size()) throw_bad_json("not UTF-8");
   uint32_t c = first & (0x3Fu >> more);
   for (size_t k = 0; k < more; ++k, ++i) {
-    if ((byte(i) & 0xC0) != 0x80) odd("not UTF-8");
+    if ((byte(i) & 0xC0) != 0x80) throw_bad_json("not UTF-8");
     c = c << 6 | (byte(i) & 63u);
   }
-  static const uint32_t LEAST[] = {0, 0x80, 0x800, 0x10000};
-  if (c < LEAST[more] || c > 0x10FFFF) odd("not UTF-8");
+  static const uint32_t MIN_CODE[] = {0, 0x80, 0x800, 0x10000};
+  if (c < MIN_CODE[more] || c > 0x10FFFF) throw_bad_json("not UTF-8");
   return c;
 }
 
@@ -75,20 +75,20 @@ class JsonReader {
 public:
   explicit JsonReader(std::string_view text) : text_(text) {}
 
-  Json whole() {
+  Json parse_document() {
     Json value = read(0);
-    space();
-    if (at_ != text_.size()) odd("more than one value");
+    skip_space();
+    if (at_ != text_.size()) throw_bad_json("more than one value");
     return value;
   }
 
 private:
   char peek() {
-    space();
+    skip_space();
     return at_ < text_.size() ? text_[at_] : '\0';
   }
 
-  void space() {
+  void skip_space() {
     while (at_ < text_.size() && memchr(" \t\n\r", text_[at_], 4) != nullptr) ++at_;
   }
 
@@ -98,20 +98,20 @@ private:
     return true;
   }
 
-  void want(char c) {
-    if (peek() != c) odd("truncated, or not JSON");
+  void expect(char c) {
+    if (peek() != c) throw_bad_json("truncated, or not JSON");
     ++at_;
   }
 
   Json read(int depth) {
-    if (depth > DEEPEST) odd("nested too deeply");
+    if (depth > MAX_DEPTH) throw_bad_json("nested too deeply");
     Json value;
     const char c = peek();
     if (c == '{') {
       value.kind_ = Json::OBJECT;
       items('}', [&] {
         std::string name = quoted();
-        want(':');
+        expect(':');
         Json& field = value.object_[name] = read(depth + 1);
         field.name_ = std::move(name);
       });
@@ -141,7 +141,7 @@ private:
     for (;;) {
       item();
       if (peek() == end) break;
-      want(',');
+      expect(',');
     }
     ++at_;
   }
@@ -151,7 +151,7 @@ private:
     const auto digits = [&] {
       const size_t start = at_;
       while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') ++at_;
-      if (at_ == start) odd("truncated, or not JSON");
+      if (at_ == start) throw_bad_json("truncated, or not JSON");
     };
     take("-");
     digits();
@@ -164,12 +164,12 @@ private:
   }
 
   std::string quoted() {
-    want('"');
+    expect('"');
     std::string found;
     while (at_ < text_.size() && text_[at_] != '"') {
       if (text_[at_] != '\\') {
         const uint32_t c = next_utf8(text_, at_);
-        if (c < 0x20) odd("a control character in a string");
+        if (c < 0x20) throw_bad_json("a control character in a string");
         append_utf8(found, c);
         continue;
       }
@@ -189,10 +189,10 @@ private:
         }
         append_utf8(found, c);
       } else {
-        odd("a string with a broken escape");
+        throw_bad_json("a string with a broken escape");
       }
     }
-    want('"');
+    expect('"');
     return found;
   }
 
@@ -203,7 +203,7 @@ private:
       if (digit >= '0' && digit <= '9') c = c << 4 | static_cast<uint32_t>(digit - '0');
       else if (digit >= 'a' && digit <= 'f') c = c << 4 | static_cast<uint32_t>(digit - 'a' + 10);
       else if (digit >= 'A' && digit <= 'F') c = c << 4 | static_cast<uint32_t>(digit - 'A' + 10);
-      else odd("a string with a broken escape");
+      else throw_bad_json("a string with a broken escape");
     }
     return c;
   }
@@ -212,14 +212,16 @@ private:
   size_t at_ = 0;
 };
 
-Json Json::parse(std::string_view text) { return JsonReader(text).whole(); }
+Json Json::parse(std::string_view text) { return JsonReader(text).parse_document(); }
 
-void Json::refuse(const std::string& why) const { odd(name_.empty() ? why : name_ + ": " + why); }
+void Json::fail_field(const std::string& why) const {
+  throw_bad_json(name_.empty() ? why : name_ + ": " + why);
+}
 
-void Json::is_not(const char* wanted) const {
+void Json::fail_kind(const char* expected) const {
   std::string shown;
   write(shown, nullptr);
-  refuse(shown.substr(0, 60) + " is not " + wanted);
+  fail_field(shown.substr(0, 60) + " is not " + expected);
 }
 
 bool Json::has(const std::string& name) const {
@@ -229,36 +231,36 @@ bool Json::has(const std::string& name) const {
 
 const Json& Json::at(const std::string& name) const {
   const auto found = object().find(name);
-  if (found == object_.end()) odd("field " + name + " is missing");
+  if (found == object_.end()) throw_bad_json("field " + name + " is missing");
   return found->second;
 }
 
 bool Json::boolean() const {
-  if (kind_ != TRUE && kind_ != FALSE) is_not("true or false");
+  if (kind_ != TRUE && kind_ != FALSE) fail_kind("true or false");
   return kind_ == TRUE;
 }
 
-int64_t Json::integer(int64_t least, int64_t most) const {
+int64_t Json::integer(int64_t min, int64_t max) const {
   if (kind_ != NUMBER || text_.size() > 20 || text_.find_first_of(".eE") != std::string::npos)
-    is_not("a whole number");
+    fail_kind("a whole number");
   const int64_t value = strtoll(text_.c_str(), nullptr, 10);
-  if (value < least || value > most)
-    refuse(text_ + " is not from " + std::to_string(least) + " to " + std::to_string(most));
+  if (value < min || value > max)
+    fail_field(text_ + " is not from " + std::to_string(min) + " to " + std::to_string(max));
   return value;
 }
 
 const std::string& Json::string() const {
-  if (kind_ != STRING) is_not("a string");
+  if (kind_ != STRING) fail_kind("a string");
   return text_;
 }
 
 const std::vector<Json>& Json::list() const {
-  if (kind_ != LIST) is_not("a list");
+  if (kind_ != LIST) fail_kind("a list");
   return list_;
 }
 
 const std::map<std::string, Json>& Json::object() const {
-  if (kind_ != OBJECT) is_not("an object");
+  if (kind_ != OBJECT) fail_kind("an object");
   return object_;
 }
 

@@ -22,7 +22,7 @@ public:
   bool has(const std::string& name) const; // whether the field exists and is not null
   const Json& at(const std::string& name) const;
   bool boolean() const;
-  int64_t integer(int64_t least, int64_t most) const;
+  int64_t integer(int64_t min, int64_t max) const;
   const std::string& string() const;
   const std::vector<Json>& list() const;
   const std::map<std::string, Json>& object() const;
@@ -35,8 +35,8 @@ private:
   enum Kind { NOTHING, FALSE, TRUE, NUMBER, STRING, LIST, OBJECT };
 
   friend class JsonReader;
-  [[noreturn]] void refuse(const std::string& why) const;
-  [[noreturn]] void is_not(const char* wanted) const;
+  [[noreturn]] void fail_field(const std::string& why) const;
+  [[noreturn]] void fail_kind(const char* expected) const;
   void write(std::string& out, const char* without) const;
 
   Kind kind_ = NOTHING;

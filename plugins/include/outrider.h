@@ -272,13 +272,13 @@ OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* si
  *   outrider_commit   after the verification: updates the sequences' tokens and lengths
  */
 typedef struct {
-  int64_t* tokens;       /* prompt and output; room for `most` ids */
+  int64_t* tokens;       /* prompt and output; room for `max_length` ids */
   int64_t* draft_tokens; /* the same, 0 for ids outside the draft's vocabulary; may be `tokens` */
   const int64_t* ends;   /* [end_count] ids that end the sequence */
   int32_t end_count;
   int32_t length;        /* number of ids so far */
-  int32_t most;          /* the length at which the sequence ends */
-  int32_t draft_most;    /* the length at which the draft's context ends */
+  int32_t max_length;    /* the length at which the sequence ends */
+  int32_t draft_max_length; /* the length at which the draft's context ends */
   int32_t unsuppressed;  /* the length from which outrider_slot.suppress no longer applies */
   int32_t ended;         /* not 0: takes part in no further round */
 } outrider_sequence;

@@ -53,7 +53,7 @@ struct Config {
 };
 
 enum class Rule { token, block, sigmoid, coupled };
-enum class Draft { usual, model, ngram, copy, chain, random, none };
+enum class Draft { automatic, model, ngram, copy, chain, random, none };
 enum class Origin { first, accepted, corrected, bonus, plain };
 enum class Finish { running, eos, stop, length, context, cancelled, broken };
 
@@ -71,7 +71,7 @@ struct Options {
   std::vector<std::pair<std::int64_t, double>> logit_bias{};
   std::uint64_t seed = 0;
   std::optional<std::int32_t> gamma{}; // none: 4 with a draft model, 8 with the other drafts
-  Draft draft = Draft::usual;
+  Draft draft = Draft::automatic;
   double draft_temperature = 0; // 0: the target's temperature
   double draft_threshold = 0;
   Rule rule = Rule::token;
@@ -97,12 +97,12 @@ struct Token {
 namespace detail {
 
 template <class Function, class... Arguments>
-void checked(Function function, Arguments... arguments) {
+void call_checked(Function function, Arguments... arguments) {
   outrider_failure failure{};
   if (function(arguments..., &failure) != OUTRIDER_OK) throw Error(failure);
 }
 
-struct Closed {
+struct SessionCloser {
   void operator()(outrider_session* session) const { outrider_close(session); }
 };
 using Handle = std::shared_ptr<outrider_session>;
@@ -149,7 +149,7 @@ public:
         return found;
       }
       if (status != OUTRIDER_OK) throw Error(failure);
-      if (finish_ == Finish::running) detail::checked(outrider_round, session_.get());
+      if (finish_ == Finish::running) detail::call_checked(outrider_round, session_.get());
     }
     if (stop_ && stop_->thrown) std::rethrow_exception(std::exchange(stop_->thrown, nullptr));
     return std::nullopt;
@@ -162,7 +162,7 @@ public:
 
   outrider_stats stats() const {
     outrider_stats stats{};
-    detail::checked(outrider_get_stats, session_.get(), request_, &stats);
+    detail::call_checked(outrider_get_stats, session_.get(), request_, &stats);
     return stats;
   }
 
@@ -198,7 +198,7 @@ public:
 private:
   friend class Session;
   struct Stop {
-    std::function<bool(std::int64_t)> ends;
+    std::function<bool(std::int64_t)> callback;
     std::exception_ptr thrown; // kept here: no exception may cross the C interface
   };
 
@@ -207,47 +207,47 @@ private:
     std::vector<std::int64_t> ids;
     std::vector<double> biases;
     for (const auto& [id, bias] : options.logit_bias) ids.push_back(id), biases.push_back(bias);
-    outrider_options made{};
-    outrider_default_options(&made);
-    made.seed = options.seed;
-    made.temperature = options.temperature;
-    made.top_k = options.top_k;
-    made.top_p = options.top_p;
-    made.min_p = options.min_p;
-    made.repetition_penalty = options.repetition_penalty;
-    made.frequency_penalty = options.frequency_penalty;
-    made.presence_penalty = options.presence_penalty;
-    made.lenience = options.lenience;
-    made.sigmoid_alpha = options.sigmoid_alpha;
-    made.sigmoid_beta = options.sigmoid_beta;
-    made.draft_temperature = options.draft_temperature;
-    made.draft_threshold = options.draft_threshold;
-    made.bias_ids = ids.data();
-    made.biases = biases.data();
-    made.bias_length = static_cast<std::int32_t>(ids.size());
-    made.stops = options.stop_token_ids.data();
-    made.stop_length = static_cast<std::int32_t>(options.stop_token_ids.size());
-    if (stop_->ends) {
-      made.stop = [](void* data, std::int64_t token) -> std::int32_t {
+    outrider_options c_options{};
+    outrider_default_options(&c_options);
+    c_options.seed = options.seed;
+    c_options.temperature = options.temperature;
+    c_options.top_k = options.top_k;
+    c_options.top_p = options.top_p;
+    c_options.min_p = options.min_p;
+    c_options.repetition_penalty = options.repetition_penalty;
+    c_options.frequency_penalty = options.frequency_penalty;
+    c_options.presence_penalty = options.presence_penalty;
+    c_options.lenience = options.lenience;
+    c_options.sigmoid_alpha = options.sigmoid_alpha;
+    c_options.sigmoid_beta = options.sigmoid_beta;
+    c_options.draft_temperature = options.draft_temperature;
+    c_options.draft_threshold = options.draft_threshold;
+    c_options.bias_ids = ids.data();
+    c_options.biases = biases.data();
+    c_options.bias_length = static_cast<std::int32_t>(ids.size());
+    c_options.stops = options.stop_token_ids.data();
+    c_options.stop_length = static_cast<std::int32_t>(options.stop_token_ids.size());
+    if (stop_->callback) {
+      c_options.stop = [](void* data, std::int64_t token) -> std::int32_t {
         Stop& stop = *static_cast<Stop*>(data);
         try {
-          return stop.ends(token);
+          return stop.callback(token);
         } catch (...) {
           stop.thrown = std::current_exception();
           return 1;
         }
       };
-      made.stop_data = stop_.get();
+      c_options.stop_data = stop_.get();
     }
-    made.rule = static_cast<std::int32_t>(options.rule);
-    made.draft = static_cast<std::int32_t>(options.draft);
-    made.gamma = options.gamma.value_or(OUTRIDER_USUAL_GAMMA);
-    made.max_new_tokens = options.max_new_tokens;
-    made.min_new_tokens = options.min_new_tokens;
-    made.ignore_eos = options.ignore_eos;
-    made.logprobs = options.logprobs.value_or(-1);
-    detail::checked(outrider_admit, session_.get(), prompt.data(),
-                    static_cast<std::int64_t>(prompt.size()), &made, &request_);
+    c_options.rule = static_cast<std::int32_t>(options.rule);
+    c_options.draft = static_cast<std::int32_t>(options.draft);
+    c_options.gamma = options.gamma.value_or(OUTRIDER_DEFAULT_GAMMA);
+    c_options.max_new_tokens = options.max_new_tokens;
+    c_options.min_new_tokens = options.min_new_tokens;
+    c_options.ignore_eos = options.ignore_eos;
+    c_options.logprobs = options.logprobs.value_or(-1);
+    detail::call_checked(outrider_admit, session_.get(), prompt.data(),
+                         static_cast<std::int64_t>(prompt.size()), &c_options, &request_);
   }
 
   detail::Handle session_;
@@ -262,20 +262,20 @@ public:
     if (outrider_abi_version() != OUTRIDER_ABI_VERSION)
       throw Error({OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
                    "Use both from one wheel, and compile again"});
-    outrider_config made{};
-    made.abi_version = OUTRIDER_ABI_VERSION;
-    made.folder = config.folder.c_str();
-    made.onnxruntime = config.onnxruntime.empty() ? nullptr : config.onnxruntime.c_str();
-    made.corpus = config.corpus.data();
-    made.corpus_length = static_cast<std::int64_t>(config.corpus.size());
-    made.slots = config.slots;
-    made.threads = config.threads;
-    made.unverified = !config.verify;
-    made.no_reuse = !config.reuse;
-    made.plain_width = config.plain_width;
+    outrider_config c_config{};
+    c_config.abi_version = OUTRIDER_ABI_VERSION;
+    c_config.folder = config.folder.c_str();
+    c_config.onnxruntime = config.onnxruntime.empty() ? nullptr : config.onnxruntime.c_str();
+    c_config.corpus = config.corpus.data();
+    c_config.corpus_length = static_cast<std::int64_t>(config.corpus.size());
+    c_config.slots = config.slots;
+    c_config.threads = config.threads;
+    c_config.unverified = !config.verify;
+    c_config.no_reuse = !config.reuse;
+    c_config.plain_width = config.plain_width;
     outrider_session* session = nullptr;
-    detail::checked(outrider_open, static_cast<const outrider_config*>(&made), &session);
-    session_.reset(session, detail::Closed());
+    detail::call_checked(outrider_open, static_cast<const outrider_config*>(&c_config), &session);
+    session_.reset(session, detail::SessionCloser());
   }
 
   // Take a slot, read the prompt and draw the first token. Throws Error; its status is
@@ -285,7 +285,7 @@ public:
   }
 
   // Run one round for all streams.
-  void round() { detail::checked(outrider_round, session_.get()); }
+  void round() { detail::call_checked(outrider_round, session_.get()); }
 
   outrider_facts facts() const {
     outrider_facts facts{};

@@ -72,8 +72,9 @@ typedef struct {
   int32_t max_gamma;    /* maximum number of draft tokens per round */
   int32_t slots;        /* maximum number of concurrent requests */
   int32_t has_draft;    /* not 0: the bundle has a draft model */
-  int32_t one_text;     /* not 0: with the coupled rule or at temperature 0, the output is bitwise
-                           the same for every gamma, draft, slot and set of concurrent requests */
+  int32_t output_invariant; /* not 0: with the coupled rule or at temperature 0, the output is
+                               bitwise the same for every gamma, draft, slot and set of
+                               concurrent requests */
   int32_t end_count;
   int32_t reserved;
   const int64_t* ends;  /* [end_count] end-of-sequence ids; valid until outrider_close */
@@ -90,7 +91,7 @@ enum {
   OUTRIDER_DRAFT_NONE = 6     /* plain decoding */
 };
 
-enum { OUTRIDER_USUAL_GAMMA = -1 }; /* 4 with a draft model, 8 with the other drafts */
+enum { OUTRIDER_DEFAULT_GAMMA = -1 }; /* 4 with a draft model, 8 with the other drafts */
 
 /* Called with each new token, in order, unless it is an id that ends the sequence. A result other
  * than 0 ends the sequence after the token. The callback must neither use the session nor throw. */
@@ -121,7 +122,7 @@ typedef struct {
   int32_t top_k;             /* 0 is off */
   int32_t rule;              /* OUTRIDER_TOKEN ... OUTRIDER_COUPLED */
   int32_t draft;             /* OUTRIDER_DRAFT_... */
-  int32_t gamma;             /* draft tokens per round; 0: plain decoding; OUTRIDER_USUAL_GAMMA */
+  int32_t gamma;             /* draft tokens per round; 0: plain decoding; OUTRIDER_DEFAULT_GAMMA */
   int32_t max_new_tokens;
   int32_t min_new_tokens;
   int32_t ignore_eos;        /* not 0: do not stop at the bundle's end-of-sequence ids */

@@ -31,7 +31,8 @@ using ort::Api;
 enum Input {
   QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, BIAS, SINKS, SOFTCAP, INPUTS
 };
-constexpr Input OF_SOURCE[] = {QUERY, KEYS, VALUES, POSITION, SINKS, SOFTCAP}; // POSITION: length
+// POSITION: the length.
+constexpr Input SOURCE_INPUTS[] = {QUERY, KEYS, VALUES, POSITION, SINKS, SOFTCAP};
 
 struct Kernel {
   const Api* api;
@@ -59,17 +60,17 @@ ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::Ker
   const bool int8 = made_of == &ort::QUANTISED_ATTENTION;
   std::unique_ptr<Kernel> kernel(
       new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8});
-  if (!kernel) return ort::refuse(api, "out of memory");
+  if (!kernel) return ort::make_error(api, "out of memory");
   ort::Status* status = ort::call<ort::FloatAttribute>(api, info, "scale", &kernel->scale);
   if (status == nullptr)
-    status = ort::integers(
+    status = ort::integer_attributes(
         api, info, {{"heads", &kernel->heads}, {"key_heads", &kernel->key_heads},
                     {"window", &kernel->window}, {"interleaved", &kernel->interleaved}});
   if (status != nullptr) return status;
   if (kernel->key_heads < 1 || kernel->heads < kernel->key_heads || kernel->heads > INT32_MAX ||
       kernel->heads % kernel->key_heads != 0)
-    return ort::refuse(api, "heads is out of range, or not a multiple of key_heads");
-  if (kernel->window < 0) return ort::refuse(api, "window is negative");
+    return ort::make_error(api, "heads is out of range, or not a multiple of key_heads");
+  if (kernel->window < 0) return ort::make_error(api, "window is negative");
   *made = kernel.release();
   return nullptr;
 }
@@ -79,50 +80,52 @@ int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
 }
 
 // Whether sinks and softcap, if given, have the right sizes.
-bool fit_scores(const Kernel& kernel, const ort::Tensor* in) {
+bool score_sizes_match(const Kernel& kernel, const ort::Tensor* in) {
   return (in[SINKS].value == nullptr || ort::has_sizes(in[SINKS], {kernel.heads})) &&
          (in[SOFTCAP].value == nullptr || ort::has_sizes(in[SOFTCAP], {1}));
 }
 
 // Whether the sizes of all inputs are consistent.
-bool fit(const Kernel& kernel, const ort::Tensor* in, bool reads) {
+bool sizes_match(const Kernel& kernel, const ort::Tensor* in, bool reads_only) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4 || in[VALUES].dimensions != 4)
     return false;
   const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1], rows = in[KEYS].sizes[2];
-  bool same = ort::has_sizes(in[POSITION], {slots}) && fit_scores(kernel, in);
-  int64_t own[2], given = 0; // elements of a token's key and value
+  bool match = ort::has_sizes(in[POSITION], {slots}) && score_sizes_match(kernel, in);
+  int64_t own_sizes[2], count = 0; // elements of a token's key and value
   for (const Input cache : {KEYS, VALUES}) {
     const int64_t width = width_of(kernel, in[cache]);
-    own[given++] = kernel.key_heads * width;
-    same = same && width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
-           ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[cache].sizes[3]});
+    own_sizes[count++] = kernel.key_heads * width;
+    match = match && width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
+            ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[cache].sizes[3]});
   }
-  const int64_t width = width_of(kernel, in[KEYS]), asking = kernel.heads * width;
+  const int64_t width = width_of(kernel, in[KEYS]), query_size = kernel.heads * width;
   if (in[KEY].value == nullptr)
-    same = same && in[VALUE].value == nullptr &&
-           ort::has_sizes(in[QUERY], {slots, tokens, asking + (reads ? 0 : own[0] + own[1])});
+    match =
+        match && in[VALUE].value == nullptr &&
+        ort::has_sizes(in[QUERY], {slots, tokens,
+                                   query_size + (reads_only ? 0 : own_sizes[0] + own_sizes[1])});
   else
-    same = same && !reads && ort::has_sizes(in[QUERY], {slots, tokens, asking}) &&
-           ort::has_sizes(in[KEY], {slots, tokens, own[0]}) &&
-           ort::has_sizes(in[VALUE], {slots, tokens, own[1]});
+    match = match && !reads_only && ort::has_sizes(in[QUERY], {slots, tokens, query_size}) &&
+            ort::has_sizes(in[KEY], {slots, tokens, own_sizes[0]}) &&
+            ort::has_sizes(in[VALUE], {slots, tokens, own_sizes[1]});
   if (in[BIAS].value != nullptr)
-    same = same && in[BIAS].dimensions == 2 && in[BIAS].sizes[0] == kernel.heads &&
-           in[BIAS].sizes[1] > OUTRIDER_ATTENTION_KEYS;
-  if (in[COSINE].value == nullptr) return same && in[SINE].value == nullptr;
+    match = match && in[BIAS].dimensions == 2 && in[BIAS].sizes[0] == kernel.heads &&
+            in[BIAS].sizes[1] > OUTRIDER_ATTENTION_KEYS;
+  if (in[COSINE].value == nullptr) return match && in[SINE].value == nullptr;
   const int64_t *table = in[COSINE].sizes, half = width / 2;
-  return same && in[COSINE].dimensions == 2 && table[1] <= half &&
+  return match && in[COSINE].dimensions == 2 && table[1] <= half &&
          ort::has_sizes(in[SINE], {table[0], table[1]});
 }
 
-bool fits_source(const Kernel& kernel, const ort::Tensor* in) {
+bool source_sizes_match(const Kernel& kernel, const ort::Tensor* in) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
   const int64_t slots = in[QUERY].sizes[0], rows = in[KEYS].sizes[2], width = in[KEYS].sizes[3];
-  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH && fit_scores(kernel, in) &&
-              ort::has_sizes(in[POSITION], {slots}) &&
-              ort::has_sizes(in[QUERY], {slots, in[QUERY].sizes[1], kernel.heads * width});
+  bool match = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH && score_sizes_match(kernel, in) &&
+               ort::has_sizes(in[POSITION], {slots}) &&
+               ort::has_sizes(in[QUERY], {slots, in[QUERY].sizes[1], kernel.heads * width});
   for (const Input side : {KEYS, VALUES})
-    same = same && ort::has_sizes(in[side], {slots, kernel.key_heads, rows, width});
-  return same;
+    match = match && ort::has_sizes(in[side], {slots, kernel.key_heads, rows, width});
+  return match;
 }
 
 // The part of the call that all operators have in common.
@@ -151,51 +154,53 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
   const int64_t end = (rows + PART - 1) / PART;
   if (c.length) return {0, end - 1, end};
   const int64_t own = c.position[slot];
-  return {outrider_attention_from(c, own) / PART, own / PART, end};
+  return {outrider_attention_first_row(c, own) / PART, own / PART, end};
 }
 
 constexpr int64_t SHARES = 12; // maximum for all heads together; divisible by many thread counts
 
 // For few heads and long caches: the parts of a head are also divided among threads, each taking
 // neighbouring ones. One thread takes all parts with new rows, and writes these rows first. The
-// memory for sums is about an eighth of that of the call's keys and values. most: maximum parts of
-// a slot.
+// memory for sums is about an eighth of that of the call's keys and values. max_parts: of a slot.
 ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
-                          const outrider_attention& c, int64_t most, bool writes) {
+                          const outrider_attention& c, int64_t max_parts, bool writes) {
   const int64_t heads = c.slots * c.key_heads;
-  const int64_t of_part = outrider_attention_rows(c) * outrider_attention_stride(c);
-  const int64_t of_head = most * of_part;
-  const int64_t shares = std::min(most, SHARES / heads);
-  const std::unique_ptr<float[]> sums(new (std::nothrow) float[static_cast<size_t>(heads * of_head)]);
-  if (!sums) return ort::refuse(kernel.api, "out of memory");
-  ort::Status* status = ort::share(kernel.api, context, heads * shares, false, [&](int64_t i) {
-    const int64_t head = i / shares, slot = head / c.key_heads;
-    const Parts parts = parts_of(c, slot);
-    const int64_t count = parts.own + 1 - parts.first;
-    const int64_t first = count * (i % shares) / shares, end = count * (i % shares + 1) / shares;
-    if (first == end) return;
-    if (writes && end == count) kernel.tiles->write(&c, slot, head % c.key_heads);
-    kernel.tiles->attend_parts(&c, slot, head % c.key_heads, parts.first + first,
-                               end == count ? parts.end : parts.first + end,
-                               sums.get() + head * of_head + first * of_part);
-  });
+  const int64_t part_size = outrider_attention_rows(c) * outrider_attention_stride(c);
+  const int64_t head_size = max_parts * part_size;
+  const int64_t shares = std::min(max_parts, SHARES / heads);
+  const std::unique_ptr<float[]> sums(
+      new (std::nothrow) float[static_cast<size_t>(heads * head_size)]);
+  if (!sums) return ort::make_error(kernel.api, "out of memory");
+  ort::Status* status =
+      ort::parallel_for(kernel.api, context, heads * shares, false, [&](int64_t i) {
+        const int64_t head = i / shares, slot = head / c.key_heads;
+        const Parts parts = parts_of(c, slot);
+        const int64_t count = parts.own + 1 - parts.first;
+        const int64_t first = count * (i % shares) / shares,
+                      end = count * (i % shares + 1) / shares;
+        if (first == end) return;
+        if (writes && end == count) kernel.tiles->write(&c, slot, head % c.key_heads);
+        kernel.tiles->attend_parts(&c, slot, head % c.key_heads, parts.first + first,
+                                   end == count ? parts.end : parts.first + end,
+                                   sums.get() + head * head_size + first * part_size);
+      });
   if (status != nullptr) return status;
-  return ort::share(kernel.api, context, heads, heads * of_head < 1 << 16, [&](int64_t i) {
+  return ort::parallel_for(kernel.api, context, heads, heads * head_size < 1 << 16, [&](int64_t i) {
     const Parts parts = parts_of(c, i / c.key_heads);
-    kernel.tiles->join(&c, i / c.key_heads, i % c.key_heads, parts.end - parts.first,
-                       sums.get() + i * of_head);
+    kernel.tiles->combine(&c, i / c.key_heads, i % c.key_heads, parts.end - parts.first,
+                          sums.get() + i * head_size);
   });
 }
 
-// Attention for the query rows of all heads. furthest: maximum number of rows that a query attends
+// Attention for the query rows of all heads. max_seen: maximum number of rows that a query attends
 // to. writes: the new keys and values are written to the caches first.
 ort::Status* attend(const Kernel& kernel, const ort::Context* context, const outrider_attention& c,
-                    int64_t furthest, bool writes) {
+                    int64_t max_seen, bool writes) {
   constexpr int64_t ROWS = OUTRIDER_ATTENTION_ROWS;
   const int64_t rows = outrider_attention_rows(c), runs = (rows + ROWS - 1) / ROWS;
   const int64_t heads = c.slots * c.key_heads;
   // Takes a few microseconds, less than waking a thread.
-  const bool small = heads * rows * furthest * c.width < 1 << 15;
+  const bool small = heads * rows * max_seen * c.width < 1 << 15;
   const auto write_head = [&](int64_t i) {
     kernel.tiles->write(&c, i / c.key_heads, i % c.key_heads);
   };
@@ -205,20 +210,20 @@ ort::Status* attend(const Kernel& kernel, const ort::Context* context, const out
                          std::min(first + ROWS, rows));
   };
   if (runs == 1 && 2 * heads <= SHARES && !small) {
-    int64_t most = 0;
+    int64_t max_parts = 0;
     for (int64_t slot = 0; slot < c.slots; ++slot) {
       const Parts parts = parts_of(c, slot);
-      most = std::max(most, parts.end - parts.first);
+      max_parts = std::max(max_parts, parts.end - parts.first);
     }
-    if (most > 1) return attend_parts(kernel, context, c, most, writes);
+    if (max_parts > 1) return attend_parts(kernel, context, c, max_parts, writes);
   }
   if (writes && runs == 1)
-    return ort::share(kernel.api, context, heads, small,
-                      [&](int64_t i) { write_head(i), attend_run(i); });
+    return ort::parallel_for(kernel.api, context, heads, small,
+                             [&](int64_t i) { write_head(i), attend_run(i); });
   ort::Status* status = nullptr;
-  if (writes) status = ort::share(kernel.api, context, heads, small, write_head);
+  if (writes) status = ort::parallel_for(kernel.api, context, heads, small, write_head);
   if (status == nullptr)
-    status = ort::share(kernel.api, context, heads * runs, small, attend_run);
+    status = ort::parallel_for(kernel.api, context, heads * runs, small, attend_run);
   return status;
 }
 
@@ -229,14 +234,14 @@ ort::Status* compute(void* made, ort::Context* context) {
   if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   size_t outputs;
   if (ort::Status* status = ort::call<ort::CountOutputs>(api, context, &outputs)) return status;
-  const bool reads = outputs == 1;
-  if (!fit(kernel, in, reads))
-    return ort::refuse(api, "the sizes of the inputs do not match");
+  const bool reads_only = outputs == 1;
+  if (!sizes_match(kernel, in, reads_only))
+    return ort::make_error(api, "the sizes of the inputs do not match");
   outrider_attention c = call_of(kernel, in);
   if (in[KEY].value != nullptr) {
     c.key = static_cast<const float*>(in[KEY].data), c.key_stride = in[KEY].sizes[2];
     c.value = static_cast<const float*>(in[VALUE].data), c.value_stride = in[VALUE].sizes[2];
-  } else if (!reads) {
+  } else if (!reads_only) {
     c.key = c.query + c.heads * c.width, c.value = c.key + c.key_heads * c.width;
     c.key_stride = c.value_stride = c.query_stride;
   }
@@ -244,45 +249,47 @@ ort::Status* compute(void* made, ort::Context* context) {
   c.cosine = static_cast<const float*>(in[COSINE].data);
   c.sine = static_cast<const float*>(in[SINE].data);
   c.rotated = in[COSINE].value != nullptr ? 2 * in[COSINE].sizes[1] : 0;
-  int64_t most = c.rows, furthest = 0;
-  if (in[COSINE].value != nullptr) most = std::min(most, in[COSINE].sizes[0]);
+  int64_t max_rows = c.rows, max_seen = 0;
+  if (in[COSINE].value != nullptr) max_rows = std::min(max_rows, in[COSINE].sizes[0]);
   if (in[BIAS].value != nullptr) {
     c.bias = static_cast<const float*>(in[BIAS].data), c.distances = in[BIAS].sizes[1];
     c.farthest = c.distances - OUTRIDER_ATTENTION_KEYS - 1;
-    most = std::min(most, c.farthest + 1);
+    max_rows = std::min(max_rows, c.farthest + 1);
   }
   for (int64_t slot = 0; slot < c.slots; ++slot) {
     const int64_t first = c.position[slot];
-    if (first < 0 || first > most - c.tokens) return ort::refuse(api, "a row is beyond the cache");
-    furthest = std::max(furthest, first + c.tokens);
+    if (first < 0 || first > max_rows - c.tokens)
+      return ort::make_error(api, "a row is beyond the cache");
+    max_seen = std::max(max_seen, first + c.tokens);
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.value_width};
   void *out, *caches[2] = {in[KEYS].data, in[VALUES].data};
   if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
   const size_t element = kernel.quantised ? 1 : sizeof(float);
-  for (size_t i = 0; i < 2 && !reads; ++i)
-    if (ort::Status* status = ort::changed(api, context, 1 + i, in[KEYS + i], element, &caches[i]))
+  for (size_t i = 0; i < 2 && !reads_only; ++i)
+    if (ort::Status* status =
+            ort::output_in_place(api, context, 1 + i, in[KEYS + i], element, &caches[i]))
       return status;
   c.out = static_cast<float*>(out);
   c.keys = caches[0], c.values = caches[1];
-  return attend(kernel, context, c, furthest, !reads);
+  return attend(kernel, context, c, max_seen, !reads_only);
 }
 
-ort::Status* compute_of_source(void* made, ort::Context* context) {
+ort::Status* compute_source(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
-  size_t given = 0;
-  for (const Input i : OF_SOURCE)
-    if (ort::Status* status = ort::input(api, context, given++, &in[i])) return status;
-  if (!fits_source(kernel, in))
-    return ort::refuse(api, "the sizes of the inputs do not match");
+  size_t index = 0;
+  for (const Input i : SOURCE_INPUTS)
+    if (ort::Status* status = ort::input(api, context, index++, &in[i])) return status;
+  if (!source_sizes_match(kernel, in))
+    return ort::make_error(api, "the sizes of the inputs do not match");
   outrider_attention c = call_of(kernel, in);
   c.length = static_cast<const int64_t*>(in[POSITION].data);
   int64_t longest = 0;
   for (int64_t slot = 0; slot < c.slots; ++slot) {
     if (c.length[slot] < 1 || c.length[slot] > c.rows)
-      return ort::refuse(api, "a length is not from 1 to the number of rows");
+      return ort::make_error(api, "a length is not from 1 to the number of rows");
     longest = std::max(longest, c.length[slot]);
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
@@ -292,19 +299,21 @@ ort::Status* compute_of_source(void* made, ort::Context* context) {
   return attend(kernel, context, c, longest, false);
 }
 
-constexpr ort::Port FLOATS{ort::FLOAT}, PERHAPS{ort::FLOAT, ort::OPTIONAL}, LEVELS{ort::INT8},
-    LEVELS_PERHAPS{ort::INT8, ort::OPTIONAL}, IDS{ort::INT64};
+constexpr ort::Port FLOATS{ort::FLOAT}, OPTIONAL_FLOATS{ort::FLOAT, ort::OPTIONAL},
+    LEVELS{ort::INT8}, OPTIONAL_LEVELS{ort::INT8, ort::OPTIONAL}, IDS{ort::INT64};
 
 } // namespace
 
-const ort::Described ort::ATTENTION = {
+const ort::NamedOperator ort::ATTENTION = {
     operator_of<Kernel>(create, compute), "Attention",
-    {FLOATS, PERHAPS, PERHAPS, FLOATS, FLOATS, IDS, PERHAPS, PERHAPS, PERHAPS, PERHAPS, PERHAPS},
-    {FLOATS, PERHAPS, PERHAPS}};
-const ort::Described ort::QUANTISED_ATTENTION = {
+    {FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS, FLOATS, FLOATS, IDS, OPTIONAL_FLOATS,
+     OPTIONAL_FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS},
+    {FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS}};
+const ort::NamedOperator ort::QUANTISED_ATTENTION = {
     operator_of<Kernel>(create, compute), "QuantizedCacheAttention",
-    {FLOATS, PERHAPS, PERHAPS, LEVELS, LEVELS, IDS, PERHAPS, PERHAPS, PERHAPS, PERHAPS, PERHAPS},
-    {FLOATS, LEVELS_PERHAPS, LEVELS_PERHAPS}};
-const ort::Described ort::SOURCE_ATTENTION = {
-    operator_of<Kernel>(create, compute_of_source), "SourceAttention",
-    {FLOATS, FLOATS, FLOATS, IDS, PERHAPS, PERHAPS}, {FLOATS}};
+    {FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS, LEVELS, LEVELS, IDS, OPTIONAL_FLOATS,
+     OPTIONAL_FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS, OPTIONAL_FLOATS},
+    {FLOATS, OPTIONAL_LEVELS, OPTIONAL_LEVELS}};
+const ort::NamedOperator ort::SOURCE_ATTENTION = {
+    operator_of<Kernel>(create, compute_source), "SourceAttention",
+    {FLOATS, FLOATS, FLOATS, IDS, OPTIONAL_FLOATS, OPTIONAL_FLOATS}, {FLOATS}};

@@ -49,16 +49,16 @@ const outrider_product_tiles* tiles_in_use() {
 ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
   std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 1});
-  if (!kernel) return ort::refuse(api, "out of memory");
-  ort::Status* status = ort::integers(
+  if (!kernel) return ort::make_error(api, "out of memory");
+  ort::Status* status = ort::integer_attributes(
       api, info, {{"bits", &kernel->bits}, {"rows", &kernel->rows}, {"columns", &kernel->columns}});
   if (status == nullptr && of == &ort::EXPERTS)
-    status = ort::integers(api, info, {{"experts", &kernel->experts}});
+    status = ort::integer_attributes(api, info, {{"experts", &kernel->experts}});
   if (status != nullptr) return status;
-  if (kernel->bits != 4 && kernel->bits != 8) return ort::refuse(api, "bits is not 4 or 8");
+  if (kernel->bits != 4 && kernel->bits != 8) return ort::make_error(api, "bits is not 4 or 8");
   for (const int64_t size : {kernel->rows, kernel->columns, kernel->experts})
     if (size < 1 || size > INT32_MAX)
-      return ort::refuse(api, "rows, columns or experts is out of range");
+      return ort::make_error(api, "rows, columns or experts is out of range");
   *made = kernel.release();
   return nullptr;
 }
@@ -67,8 +67,8 @@ int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
 int64_t blocks_of(const Kernel& kernel) { return (kernel.columns + BLOCK - 1) / BLOCK; }
 
 // Whether these are the levels and scales of a matrix with this many rows.
-bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& scales, int64_t rows,
-         int64_t bits) {
+bool sizes_match(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& scales,
+                 int64_t rows, int64_t bits) {
   const int64_t panels = kernel.experts * panels_of(rows), blocks = blocks_of(kernel);
   return ort::has_sizes(levels, {panels, blocks, 64 * bits}) &&
          ort::has_sizes(scales, {panels, blocks, PANEL});
@@ -81,19 +81,19 @@ ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tens
   const size_t count = first != nullptr ? INPUTS + 2 : INPUTS;
   if (ort::Status* status = ort::inputs(kernel.api, context, count, in)) return status;
   int64_t rows = kernel.rows;
-  bool same = true;
+  bool match = true;
   if (first != nullptr && in[MORE].value != nullptr) {
     rows = PANEL * in[LEVELS].sizes[0];
-    same = rows < kernel.rows &&
-           fit(kernel, in[MORE], in[MORE + 1], kernel.rows - rows, 12 - kernel.bits);
+    match = rows < kernel.rows &&
+            sizes_match(kernel, in[MORE], in[MORE + 1], kernel.rows - rows, 12 - kernel.bits);
   }
   if (first != nullptr) *first = rows;
-  if (!same || !fit(kernel, in[LEVELS], in[SCALES], rows, kernel.bits))
-    return ort::refuse(kernel.api, "the size of a matrix does not match the attributes");
+  if (!match || !sizes_match(kernel, in[LEVELS], in[SCALES], rows, kernel.bits))
+    return ort::make_error(kernel.api, "the size of a matrix does not match the attributes");
   return nullptr;
 }
 
-void put_matrix(outrider_product* c, const ort::Tensor& levels, const ort::Tensor& scales) {
+void set_matrix(outrider_product* c, const ort::Tensor& levels, const ort::Tensor& scales) {
   c->levels = static_cast<const uint8_t*>(levels.data);
   c->scales = static_cast<const uint16_t*>(scales.data);
 }
@@ -104,7 +104,7 @@ constexpr int64_t ROWS = 16; // rows that a thread rounds or copies at a time
 constexpr size_t ROUNDED = BLOCK + 8; // bytes of a block of x
 
 // Lays out the rounded rows, of `blocks` blocks in total, in `memory`.
-void put_rounded(outrider_product* c, char* memory, size_t blocks) {
+void set_rounded(outrider_product* c, char* memory, size_t blocks) {
   c->x_scales = reinterpret_cast<float*>(memory);
   c->x_sums = reinterpret_cast<int32_t*>(c->x_scales + blocks);
   c->x_levels = reinterpret_cast<int8_t*>(c->x_sums + blocks);
@@ -113,14 +113,14 @@ void put_rounded(outrider_product* c, char* memory, size_t blocks) {
 int64_t runs_of(const outrider_product& c) { return (c.rows + ROWS - 1) / ROWS; }
 
 // Take a few microseconds, less than waking a thread.
-bool short_rows(const outrider_product& c) { return c.rows * c.depth < 1 << 15; }
-bool small(const outrider_product& c, int64_t blocks) {
+bool rows_are_short(const outrider_product& c) { return c.rows * c.depth < 1 << 15; }
+bool is_small(const outrider_product& c, int64_t blocks) {
   return panels_of(c.columns) * PANEL * blocks * BLOCK * (c.rows + 1) < 1 << 18;
 }
 
 ort::Status* round_rows(const Kernel& kernel, const ort::Context* context,
                         const outrider_product& c) {
-  return ort::share(kernel.api, context, runs_of(c), short_rows(c), [&](int64_t i) {
+  return ort::parallel_for(kernel.api, context, runs_of(c), rows_are_short(c), [&](int64_t i) {
     kernel.tiles->round(&c, i * ROWS, std::min((i + 1) * ROWS, c.rows));
   });
 }
@@ -133,7 +133,7 @@ ort::Status* multiply(void* made, ort::Context* context) {
   if (ort::Status* status = inputs(kernel, context, in, &first_rows)) return status;
   const size_t last = in[X].dimensions - 1;
   if (in[X].dimensions == 0 || in[X].sizes[last] != kernel.columns)
-    return ort::refuse(api, "the length of a row does not match the matrix's columns");
+    return ort::make_error(api, "the length of a row does not match the matrix's columns");
   outrider_product c{};
   c.rows = 1, c.depth = kernel.columns, c.columns = c.stride = kernel.rows, c.bits = kernel.bits;
   for (size_t i = 0; i < last; ++i) c.rows *= in[X].sizes[i];
@@ -141,22 +141,22 @@ ort::Status* multiply(void* made, ort::Context* context) {
   void* y = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, last + 1, &y)) return status;
   c.x = static_cast<const float*>(in[X].data), c.y = static_cast<float*>(y);
-  put_matrix(&c, in[LEVELS], in[SCALES]);
+  set_matrix(&c, in[LEVELS], in[SCALES]);
   const int64_t blocks = blocks_of(kernel);
   const size_t count = static_cast<size_t>(c.rows * blocks);
   const std::unique_ptr<char[]> rounded(new (std::nothrow) char[count * ROUNDED]);
-  if (!rounded) return ort::refuse(api, "out of memory");
-  put_rounded(&c, rounded.get(), count);
+  if (!rounded) return ort::make_error(api, "out of memory");
+  set_rounded(&c, rounded.get(), count);
 
   if (ort::Status* status = round_rows(kernel, context, c)) return status;
   outrider_product more = c;
-  put_matrix(&more, in[MORE], in[MORE + 1]);
+  set_matrix(&more, in[MORE], in[MORE + 1]);
   c.columns = first_rows, more.columns = kernel.rows - first_rows;
   more.y += first_rows, more.bits = 12 - c.bits;
   const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
   const int64_t more_panels = panels_of(more.columns), more_runs = (more_panels + RUN - 1) / RUN;
-  const bool few = small(c, blocks) && small(more, blocks);
-  return ort::share(api, context, runs + more_runs, few, [&](int64_t i) {
+  const bool few = is_small(c, blocks) && is_small(more, blocks);
+  return ort::parallel_for(api, context, runs + more_runs, few, [&](int64_t i) {
     if (i < runs) return kernel.tiles->multiply(&c, i * RUN, std::min((i + 1) * RUN, panels));
     const int64_t begin = (i - runs) * RUN;
     kernel.tiles->multiply(&more, begin, std::min(begin + RUN, more_panels));
@@ -165,49 +165,50 @@ ort::Status* multiply(void* made, ort::Context* context) {
 
 // Rows of the same expert are multiplied together: they are copied so that they are adjacent, and
 // the results are copied back.
-ort::Status* ask_experts(void* made, ort::Context* context) {
+ort::Status* multiply_experts(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS], chosen;
   if (ort::Status* status = inputs(kernel, context, in)) return status;
   if (ort::Status* status = ort::input(api, context, CHOSEN, &chosen)) return status;
-  const int64_t most = chosen.sizes[0], tokens = chosen.sizes[1], rows = most * tokens;
-  const int64_t each = in[X].dimensions == 3 && in[X].sizes[0] == 1 ? 1 : most;
-  if (chosen.dimensions != 2 || !ort::has_sizes(in[X], {each, tokens, kernel.columns}))
-    return ort::refuse(api, "the length of a row does not match the experts' columns");
-  const int64_t sizes[] = {most, tokens, kernel.rows};
+  const int64_t choices = chosen.sizes[0], tokens = chosen.sizes[1], rows = choices * tokens;
+  const int64_t x_copies = in[X].dimensions == 3 && in[X].sizes[0] == 1 ? 1 : choices;
+  if (chosen.dimensions != 2 || !ort::has_sizes(in[X], {x_copies, tokens, kernel.columns}))
+    return ort::make_error(api, "the length of a row does not match the experts' columns");
+  const int64_t sizes[] = {choices, tokens, kernel.rows};
   void* y = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, sizes, 3, &y)) return status;
   const int64_t* ids = static_cast<const int64_t*>(chosen.data);
   for (int64_t row = 0; row < rows; ++row)
     if (ids[row] < 0 || ids[row] >= kernel.experts)
-      return ort::refuse(api, "a chosen expert does not exist");
+      return ort::make_error(api, "a chosen expert does not exist");
 
   outrider_product c{};
-  c.rows = each * tokens, c.depth = kernel.columns, c.bits = kernel.bits;
+  c.rows = x_copies * tokens, c.depth = kernel.columns, c.bits = kernel.bits;
   c.columns = c.stride = kernel.rows;
   c.x = static_cast<const float*>(in[X].data);
-  put_matrix(&c, in[LEVELS], in[SCALES]);
+  set_matrix(&c, in[LEVELS], in[SCALES]);
   const int64_t blocks = blocks_of(kernel);
-  const size_t given = static_cast<size_t>(c.rows * blocks);
-  const size_t sorted = static_cast<size_t>(rows * blocks);
+  const size_t given_blocks = static_cast<size_t>(c.rows * blocks);
+  const size_t sorted_blocks = static_cast<size_t>(rows * blocks);
   const size_t wide = static_cast<size_t>(rows * kernel.rows), all = static_cast<size_t>(rows);
   const size_t experts = static_cast<size_t>(kernel.experts);
   const std::unique_ptr<int64_t[]> order(new (std::nothrow) int64_t[all + 2 * experts + 1]);
   const std::unique_ptr<float[]> out(new (std::nothrow) float[wide]);
-  const std::unique_ptr<char[]> rounded(new (std::nothrow) char[(given + sorted) * ROUNDED]);
-  if (!order || !out || !rounded) return ort::refuse(api, "out of memory");
-  put_rounded(&c, rounded.get(), given);
+  const std::unique_ptr<char[]> rounded(
+      new (std::nothrow) char[(given_blocks + sorted_blocks) * ROUNDED]);
+  if (!order || !out || !rounded) return ort::make_error(api, "out of memory");
+  set_rounded(&c, rounded.get(), given_blocks);
   outrider_product of_sorted = c;
-  put_rounded(&of_sorted, rounded.get() + given * ROUNDED, sorted);
+  set_rounded(&of_sorted, rounded.get() + given_blocks * ROUNDED, sorted_blocks);
   of_sorted.rows = rows, of_sorted.y = out.get();
 
-  int64_t *place = order.get(), *begin = place + rows, *asked = begin + kernel.experts + 1;
+  int64_t *place = order.get(), *begin = place + rows, *used_experts = begin + kernel.experts + 1;
   std::fill(begin, begin + kernel.experts + 1, 0);
   for (int64_t row = 0; row < rows; ++row) ++begin[ids[row] + 1];
   int64_t count = 0;
   for (int64_t expert = 0; expert < kernel.experts; ++expert) {
-    if (begin[expert + 1] > 0) asked[count++] = expert;
+    if (begin[expert + 1] > 0) used_experts[count++] = expert;
     begin[expert + 1] += begin[expert];
   }
   for (int64_t row = 0; row < rows; ++row) place[row] = begin[ids[row]]++;
@@ -215,10 +216,10 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   begin[0] = 0;
 
   const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
-  const bool few = short_rows(of_sorted);
+  const bool few = rows_are_short(of_sorted);
   ort::Status* status = round_rows(kernel, context, c);
   if (status == nullptr)
-    status = ort::share(api, context, runs_of(of_sorted), few, [&](int64_t i) {
+    status = ort::parallel_for(api, context, runs_of(of_sorted), few, [&](int64_t i) {
       const size_t size = static_cast<size_t>(blocks);
       for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row) {
         const int64_t from = row % c.rows * blocks, to = place[row] * blocks;
@@ -228,21 +229,22 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
       }
     });
   if (status == nullptr)
-    status = ort::share(api, context, count * runs, small(of_sorted, blocks), [&](int64_t i) {
-      const int64_t expert = asked[i / runs], first_row = begin[expert];
-      outrider_product own = of_sorted;
-      own.rows = begin[expert + 1] - first_row;
-      own.levels += expert * panels * blocks * 64 * c.bits;
-      own.scales += expert * panels * blocks * PANEL;
-      own.x_levels += first_row * blocks * BLOCK;
-      own.x_scales += first_row * blocks;
-      own.x_sums += first_row * blocks;
-      own.y += first_row * c.columns;
-      const int64_t first = i % runs * RUN;
-      kernel.tiles->multiply(&own, first, std::min(first + RUN, panels));
-    });
+    status =
+        ort::parallel_for(api, context, count * runs, is_small(of_sorted, blocks), [&](int64_t i) {
+          const int64_t expert = used_experts[i / runs], first_row = begin[expert];
+          outrider_product own = of_sorted;
+          own.rows = begin[expert + 1] - first_row;
+          own.levels += expert * panels * blocks * 64 * c.bits;
+          own.scales += expert * panels * blocks * PANEL;
+          own.x_levels += first_row * blocks * BLOCK;
+          own.x_scales += first_row * blocks;
+          own.x_sums += first_row * blocks;
+          own.y += first_row * c.columns;
+          const int64_t first = i % runs * RUN;
+          kernel.tiles->multiply(&own, first, std::min(first + RUN, panels));
+        });
   if (status == nullptr)
-    status = ort::share(api, context, runs_of(of_sorted), few, [&](int64_t i) {
+    status = ort::parallel_for(api, context, runs_of(of_sorted), few, [&](int64_t i) {
       for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row)
         memcpy(static_cast<float*>(y) + row * c.columns, out.get() + place[row] * c.columns,
                static_cast<size_t>(c.columns) * sizeof(float));
@@ -258,7 +260,7 @@ ort::Status* gather(void* made, ort::Context* context) {
   ort::Tensor& ids = in[X];
   const int64_t blocks = blocks_of(kernel);
   if (ids.dimensions >= sizeof ids.sizes / sizeof ids.sizes[0])
-    return ort::refuse(api, "ids have too many dimensions");
+    return ort::make_error(api, "ids have too many dimensions");
   int64_t count = 1;
   for (size_t i = 0; i < ids.dimensions; ++i) count *= ids.sizes[i];
   ids.sizes[ids.dimensions] = kernel.columns;
@@ -269,7 +271,8 @@ ort::Status* gather(void* made, ort::Context* context) {
   const int64_t bits = kernel.bits, offset = bits == 4 ? 8 : 128;
   for (int64_t i = 0; i < count; ++i, to += kernel.columns) {
     const int64_t id = static_cast<const int64_t*>(ids.data)[i], lane = id % PANEL;
-    if (id < 0 || id >= kernel.rows) return ort::refuse(api, "a token id is beyond the vocabulary");
+    if (id < 0 || id >= kernel.rows)
+      return ort::make_error(api, "a token id is beyond the vocabulary");
     const int64_t panel = id / PANEL * blocks;
     const uint8_t* levels = static_cast<const uint8_t*>(in[LEVELS].data) + panel * 64 * bits;
     const uint16_t* scales = static_cast<const uint16_t*>(in[SCALES].data) + panel * PANEL;
@@ -292,10 +295,11 @@ constexpr ort::Port FLOATS{ort::FLOAT}, BYTES{ort::UINT8}, HALVES{ort::FLOAT16},
 
 } // namespace
 
-const ort::Described ort::PRODUCT = {
+const ort::NamedOperator ort::PRODUCT = {
     operator_of<Kernel>(create, multiply), "QuantizedMatMul",
     {FLOATS, BYTES, HALVES, MORE_BYTES, MORE_HALVES}, {FLOATS}};
-const ort::Described ort::ROWS = {
+const ort::NamedOperator ort::ROWS = {
     operator_of<Kernel>(create, gather), "QuantizedGather", {IDS, BYTES, HALVES}, {FLOATS}};
-const ort::Described ort::EXPERTS = {operator_of<Kernel>(create, ask_experts), "QuantizedExperts",
-                                     {FLOATS, BYTES, HALVES, IDS}, {FLOATS}};
+const ort::NamedOperator ort::EXPERTS = {
+    operator_of<Kernel>(create, multiply_experts), "QuantizedExperts",
+    {FLOATS, BYTES, HALVES, IDS}, {FLOATS}};

@@ -5,15 +5,15 @@
 
 namespace ort {
 
-Status* refuse(const Api* api, const char* why) { return call<CreateStatus>(api, FAIL, why); }
+Status* make_error(const Api* api, const char* why) { return call<CreateStatus>(api, FAIL, why); }
 
 bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
   return tensor.dimensions == sizes.size() &&
          std::equal(sizes.begin(), sizes.end(), tensor.sizes);
 }
 
-Status* integers(const Api* api, const KernelInfo* info,
-                 std::initializer_list<std::pair<const char*, int64_t*>> attributes) {
+Status* integer_attributes(const Api* api, const KernelInfo* info,
+                           std::initializer_list<std::pair<const char*, int64_t*>> attributes) {
   for (const auto& [name, value] : attributes)
     if (Status* status = call<IntegerAttribute>(api, info, name, value)) return status;
   return nullptr;
@@ -29,7 +29,7 @@ Status* input(const Api* api, const Context* context, size_t index, Tensor* foun
   if (status != nullptr) return status;
   status = call<CountDimensions>(api, shape, &found->dimensions);
   if (status == nullptr && found->dimensions > sizeof found->sizes / sizeof found->sizes[0])
-    status = refuse(api, "an input has too many dimensions");
+    status = make_error(api, "an input has too many dimensions");
   if (status == nullptr)
     status = call<GetDimensions>(api, shape, found->sizes, found->dimensions);
   call<ReleaseShape>(api, shape);
@@ -49,13 +49,13 @@ Status* output(const Api* api, Context* context, size_t index, const int64_t* si
   return status == nullptr ? call<TensorData>(api, value, data) : status;
 }
 
-Status* changed(const Api* api, Context* context, size_t index, const Tensor& given,
-                size_t element_bytes, void** data) {
-  if (Status* status = output(api, context, index, given.sizes, given.dimensions, data))
+Status* output_in_place(const Api* api, Context* context, size_t index, const Tensor& source,
+                        size_t element_bytes, void** data) {
+  if (Status* status = output(api, context, index, source.sizes, source.dimensions, data))
     return status;
   size_t bytes = element_bytes;
-  for (size_t i = 0; i < given.dimensions; ++i) bytes *= static_cast<size_t>(given.sizes[i]);
-  if (*data != given.data && bytes > 0) memcpy(*data, given.data, bytes);
+  for (size_t i = 0; i < source.dimensions; ++i) bytes *= static_cast<size_t>(source.sizes[i]);
+  if (*data != source.data && bytes > 0) memcpy(*data, source.data, bytes);
   return nullptr;
 }
 
@@ -75,7 +75,7 @@ extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
   const ort::Api* api = base->get(ort::API_VERSION);
   if (api == nullptr) { // ONNX Runtime is too old, but any version can create a status
     api = base->get(1);
-    return ort::refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
+    return ort::make_error(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
   }
   ort::Domain* domain = nullptr; // never released, because the session keeps a pointer to it
   return ort::add_operators(api, options, &domain);

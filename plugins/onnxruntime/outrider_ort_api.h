@@ -36,55 +36,58 @@ struct ApiBase {
 };
 
 // A function of the table: ort::call<ort::GetInput>(api, ...).
-template <size_t Place, class Type> struct Slot {
-  static constexpr size_t place = Place;
+template <size_t Index, class Type> struct ApiFunction {
+  static constexpr size_t index = Index;
   using type = Type*;
 };
 
-using CreateStatus = Slot<0, Status*(int code, const char* message)>;
-using GetMessage = Slot<2, const char*(const Status*)>; // GetErrorMessage
-using CreateEnvironment = Slot<3, Status*(int severity, const char* name, Environment** made)>;
-using CreateSession = Slot<7, Status*(const Environment*, const char* path, const Options*,
-                                      Session** made)>;
-using CreateOptions = Slot<10, Status*(Options** made)>; // CreateSessionOptions
-using SetSeverity = Slot<22, Status*(Options*, int severity)>; // SetSessionLogSeverityLevel
-using SetThreads = Slot<24, Status*(Options*, int threads)>; // SetIntraOpNumThreads
-using CreateDomain = Slot<26, Status*(const char* name, Domain** made)>;
-using AddOperator = Slot<27, Status*(Domain*, const struct Operator*)>;
-using AddDomain = Slot<28, Status*(Options*, Domain*)>;
-using CreateTensor = Slot<49, Status*(const MemoryInfo*, void* data, size_t bytes,
-                                      const int64_t* sizes, size_t count, int type, Value** made)>;
-using TensorData = Slot<51, Status*(Value*, void** data)>; // GetTensorMutableData
-using CountDimensions = Slot<61, Status*(const Shape*, size_t* count)>;
-using GetDimensions = Slot<62, Status*(const Shape*, int64_t* sizes, size_t count)>;
-using GetShape = Slot<65, Status*(const Value*, Shape** made)>;
-using CreateCpuMemory = Slot<69, Status*(int allocator, int kind, MemoryInfo** made)>;
-using FloatAttribute = Slot<85, Status*(const KernelInfo*, const char* name, float* value)>;
-using IntegerAttribute = Slot<86, Status*(const KernelInfo*, const char* name, int64_t* value)>;
-using CountOutputs = Slot<89, Status*(const Context*, size_t* count)>; // KernelContext_
-using GetInput = Slot<90, Status*(const Context*, size_t index, const Value** found)>;
-using GetOutput = Slot<91, Status*(Context*, size_t index, const int64_t* sizes, size_t count,
-                                   Value** made)>;
-using ReleaseEnvironment = Slot<92, void(Environment*)>;
-using ReleaseStatus = Slot<93, void(Status*)>;
-using ReleaseMemory = Slot<94, void(MemoryInfo*)>;
-using ReleaseSession = Slot<95, void(Session*)>;
-using ReleaseValue = Slot<96, void(Value*)>;
-using ReleaseShape = Slot<99, void(Shape*)>;
-using ReleaseOptions = Slot<100, void(Options*)>;
-using ReleaseDomain = Slot<101, void(Domain*)>; // ReleaseCustomOpDomain
-using SetEntry = Slot<130, Status*(Options*, const char* name, const char* value)>;
-using RunBinding = Slot<133, Status*(Session*, const RunOptions*, const Binding*)>;
-using CreateBinding = Slot<134, Status*(Session*, Binding** made)>;
-using ReleaseBinding = Slot<135, void(Binding*)>;
-using BindInput = Slot<136, Status*(Binding*, const char* name, const Value*)>;
-using BindOutput = Slot<137, Status*(Binding*, const char* name, const Value*)>;
-using ParallelFor = Slot<274, Status*(const Context*, void (*work)(void*, size_t), size_t total,
-                                      size_t batches, void* data)>;
+using CreateStatus = ApiFunction<0, Status*(int code, const char* message)>;
+using GetMessage = ApiFunction<2, const char*(const Status*)>; // GetErrorMessage
+using CreateEnvironment =
+    ApiFunction<3, Status*(int severity, const char* name, Environment** made)>;
+using CreateSession =
+    ApiFunction<7, Status*(const Environment*, const char* path, const Options*, Session** made)>;
+using CreateOptions = ApiFunction<10, Status*(Options** made)>;       // CreateSessionOptions
+using SetSeverity = ApiFunction<22, Status*(Options*, int severity)>; // SetSessionLogSeverityLevel
+using SetThreads = ApiFunction<24, Status*(Options*, int threads)>;   // SetIntraOpNumThreads
+using CreateDomain = ApiFunction<26, Status*(const char* name, Domain** made)>;
+using AddOperator = ApiFunction<27, Status*(Domain*, const struct Operator*)>;
+using AddDomain = ApiFunction<28, Status*(Options*, Domain*)>;
+using CreateTensor =
+    ApiFunction<49, Status*(const MemoryInfo*, void* data, size_t bytes, const int64_t* sizes,
+                            size_t count, int type, Value** made)>;
+using TensorData = ApiFunction<51, Status*(Value*, void** data)>; // GetTensorMutableData
+using CountDimensions = ApiFunction<61, Status*(const Shape*, size_t* count)>;
+using GetDimensions = ApiFunction<62, Status*(const Shape*, int64_t* sizes, size_t count)>;
+using GetShape = ApiFunction<65, Status*(const Value*, Shape** made)>;
+using CreateCpuMemory = ApiFunction<69, Status*(int allocator, int kind, MemoryInfo** made)>;
+using FloatAttribute = ApiFunction<85, Status*(const KernelInfo*, const char* name, float* value)>;
+using IntegerAttribute =
+    ApiFunction<86, Status*(const KernelInfo*, const char* name, int64_t* value)>;
+using CountOutputs = ApiFunction<89, Status*(const Context*, size_t* count)>; // KernelContext_
+using GetInput = ApiFunction<90, Status*(const Context*, size_t index, const Value** found)>;
+using GetOutput = ApiFunction<91, Status*(Context*, size_t index, const int64_t* sizes,
+                                          size_t count, Value** made)>;
+using ReleaseEnvironment = ApiFunction<92, void(Environment*)>;
+using ReleaseStatus = ApiFunction<93, void(Status*)>;
+using ReleaseMemory = ApiFunction<94, void(MemoryInfo*)>;
+using ReleaseSession = ApiFunction<95, void(Session*)>;
+using ReleaseValue = ApiFunction<96, void(Value*)>;
+using ReleaseShape = ApiFunction<99, void(Shape*)>;
+using ReleaseOptions = ApiFunction<100, void(Options*)>;
+using ReleaseDomain = ApiFunction<101, void(Domain*)>; // ReleaseCustomOpDomain
+using SetEntry = ApiFunction<130, Status*(Options*, const char* name, const char* value)>;
+using RunBinding = ApiFunction<133, Status*(Session*, const RunOptions*, const Binding*)>;
+using CreateBinding = ApiFunction<134, Status*(Session*, Binding** made)>;
+using ReleaseBinding = ApiFunction<135, void(Binding*)>;
+using BindInput = ApiFunction<136, Status*(Binding*, const char* name, const Value*)>;
+using BindOutput = ApiFunction<137, Status*(Binding*, const char* name, const Value*)>;
+using ParallelFor = ApiFunction<274, Status*(const Context*, void (*work)(void*, size_t),
+                                             size_t total, size_t batches, void* data)>;
 
 template <class Called, class... Arguments>
 auto call(const Api* api, Arguments... arguments) {
-  return reinterpret_cast<typename Called::type>(api->table[Called::place])(arguments...);
+  return reinterpret_cast<typename Called::type>(api->table[Called::index])(arguments...);
 }
 
 // OrtCustomOp. Unused functions are null.

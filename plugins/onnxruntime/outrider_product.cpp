@@ -9,18 +9,18 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
-constexpr int AHEAD = 4096; // prefetch distance in bytes of weights
-// TOGETHER: maximum number of rows multiplied per reading of a weight; their sums fit into
+constexpr int PREFETCH_BYTES = 4096; // prefetch distance in bytes of weights
+// ROW_GROUP: maximum number of rows multiplied per reading of a weight; their sums fit into
 // registers. STEPS: unrolled steps of a block. With 1, GCC would copy all sums in each step on x86;
 // with more, it would load all weights first on ARM, and spill them.
 #if defined(__AVX512VNNI__)
-constexpr int TOGETHER = 12, STEPS = 8;
+constexpr int ROW_GROUP = 12, STEPS = 8;
 #elif defined(__AVX2__)
-constexpr int TOGETHER = 6, STEPS = 8;
+constexpr int ROW_GROUP = 6, STEPS = 8;
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int TOGETHER = 4, STEPS = 1;
+constexpr int ROW_GROUP = 4, STEPS = 1;
 #else
-constexpr int TOGETHER = 6;
+constexpr int ROW_GROUP = 6;
 #endif
 
 template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // added to a level to make it unsigned
@@ -32,8 +32,8 @@ void round_row(const Call& c, int64_t row) {
   for (int64_t b = 0; b < blocks; ++b) {
     alignas(64) float rest[BLOCK];
     const float* from = c.x + row * c.depth + b * BLOCK;
-    if (const int64_t there = c.depth - b * BLOCK; there < BLOCK) {
-      for (int i = 0; i < BLOCK; ++i) rest[i] = i < there ? from[i] : 0.0f;
+    if (const int64_t available = c.depth - b * BLOCK; available < BLOCK) {
+      for (int i = 0; i < BLOCK; ++i) rest[i] = i < available ? from[i] : 0.0f;
       from = rest;
     }
     // The largest magnitude, compared by its bits: NaN is the largest, so its block's scale is NaN.
@@ -42,11 +42,12 @@ void round_row(const Call& c, int64_t row) {
       const Integers size = reinterpret_cast<Integers>(load(from + i)) & 0x7FFFFFFF;
       sizes = larger(sizes, size);
     }
-    const int32_t most_bits = fold(sizes, larger<Integers>);
-    float most;
-    __builtin_memcpy(&most, &most_bits, sizeof most);
-    // For a smaller maximum, 127 / most is not finite; such a block is rounded to 0.
-    const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
+    const int32_t max_bits = fold(sizes, larger<Integers>);
+    float max_magnitude;
+    __builtin_memcpy(&max_magnitude, &max_bits, sizeof max_magnitude);
+    // For a smaller maximum, 127 divided by it is not finite; such a block is rounded to 0.
+    const float scale = max_magnitude / 127.0f;
+    const float inverse = max_magnitude > 4e-37f ? 127.0f / max_magnitude : 0.0f;
     Integers sums{};
     alignas(64) int32_t wide[BLOCK];
     int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
@@ -180,7 +181,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
       Bytes weight[VECTORS], high[VECTORS];
       for (int v = 0; v < VECTORS; ++v)
         weight[v] = *reinterpret_cast<const Packed*>(levels + 64 * j + 4 * LANES * v);
-      __builtin_prefetch(levels + 64 * j + AHEAD);
+      __builtin_prefetch(levels + 64 * j + PREFETCH_BYTES);
       if constexpr (BITS == 4) {
         for (int v = 0; v < VECTORS; ++v) high[v] = weight[v] >> 4, weight[v] &= 15;
         add(weight, 8 * j);
@@ -200,12 +201,13 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
       }
     }
   }
-  const int64_t there = c.columns - panel * PANEL;
+  const int64_t available = c.columns - panel * PANEL;
   for (int r = 0; r < R; ++r) {
     alignas(64) float last[PANEL];
     float* y = c.y + (first + r) * c.stride + panel * PANEL;
-    for (int v = 0; v < VECTORS; ++v) store((there < PANEL ? last : y) + v * LANES, total[v][r]);
-    for (int64_t i = 0; there < PANEL && i < there; ++i) y[i] = last[i];
+    for (int v = 0; v < VECTORS; ++v)
+      store((available < PANEL ? last : y) + v * LANES, total[v][r]);
+    for (int64_t i = 0; available < PANEL && i < available; ++i) y[i] = last[i];
   }
 }
 
@@ -258,15 +260,15 @@ void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
 
 void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
   const Call& c = *call;
-  const int64_t runs = (c.rows + TOGETHER - 1) / TOGETHER;
+  const int64_t runs = (c.rows + ROW_GROUP - 1) / ROW_GROUP;
   // The beginning of the first panel, which no earlier panel has prefetched.
   const uint8_t* begin = c.levels + first_panel * blocks_of(c) * 64 * c.bits;
-  for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(begin + i);
+  for (int i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch(begin + i);
   for (int64_t panel = first_panel; panel < end_panel; ++panel)
     for (int64_t run = 0; run < runs; ++run) { // runs of nearly equal size
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
-      if (c.bits == 4) multiply_rows<TOGETHER, 4>(c, panel, first, count);
-      else multiply_rows<TOGETHER, 8>(c, panel, first, count);
+      if (c.bits == 4) multiply_rows<ROW_GROUP, 4>(c, panel, first, count);
+      else multiply_rows<ROW_GROUP, 8>(c, panel, first, count);
     }
 }
 

@@ -45,16 +45,16 @@ const outrider_recurrence_tiles* tiles_in_use() {
 
 ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo*, void** made) {
   *made = new (std::nothrow) Kernel{api, tiles_in_use()};
-  return *made == nullptr ? ort::refuse(api, "out of memory") : nullptr;
+  return *made == nullptr ? ort::make_error(api, "out of memory") : nullptr;
 }
 
 // Whether no position is negative or overflows.
-bool has_places(const int64_t* position, int64_t slots, int64_t tokens) {
+bool positions_are_valid(const int64_t* position, int64_t slots, int64_t tokens) {
   return std::all_of(position, position + slots,
                      [&](int64_t p) { return p >= 0 && p <= INT64_MAX - tokens; });
 }
 
-bool fits_recurrence(const ort::Tensor* in) {
+bool recurrence_sizes_match(const ort::Tensor* in) {
   using namespace state;
   if (in[QUERY].dimensions != 4 || in[VALUE].dimensions != 4 || in[SLOT].dimensions != 4 ||
       in[DECAY].dimensions != 4)
@@ -79,8 +79,8 @@ ort::Status* recur(void* made, ort::Context* context) {
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
   if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
-  if (!fits_recurrence(in))
-    return ort::refuse(api, "the sizes of the inputs do not match");
+  if (!recurrence_sizes_match(in))
+    return ort::make_error(api, "the sizes of the inputs do not match");
   outrider_recurrence c{};
   const int64_t slots = in[QUERY].sizes[0];
   c.tokens = in[QUERY].sizes[1], c.key_heads = in[QUERY].sizes[2];
@@ -93,23 +93,23 @@ ort::Status* recur(void* made, ort::Context* context) {
   c.decay = static_cast<const float*>(in[DECAY].data);
   c.beta = static_cast<const float*>(in[BETA].data);
   c.position = static_cast<const int64_t*>(in[POSITION].data);
-  if (!has_places(c.position, slots, c.tokens))
-    return ort::refuse(api, "a position is out of range");
+  if (!positions_are_valid(c.position, slots, c.tokens))
+    return ort::make_error(api, "a position is out of range");
   void *out = nullptr, *states = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[VALUE].sizes, 4, &out)) return status;
-  if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &states))
+  if (ort::Status* status = ort::output_in_place(api, context, 1, in[SLOT], sizeof(float), &states))
     return status;
   c.out = static_cast<float*>(out), c.states = static_cast<float*>(states);
   const int64_t heads = slots * c.heads, runs = (c.width + COLUMNS - 1) / COLUMNS;
   const bool small = heads * c.tokens * c.key_width * c.width < 1 << 15; // a few microseconds
-  return ort::share(api, context, heads * runs, small, [&](int64_t i) {
+  return ort::parallel_for(api, context, heads * runs, small, [&](int64_t i) {
     const int64_t head = i / runs, first = i % runs * COLUMNS;
     kernel.tiles->recur(&c, head / c.heads, head % c.heads, first,
                         std::min(first + COLUMNS, c.width));
   });
 }
 
-bool fits_convolution(const ort::Tensor* in) {
+bool convolution_sizes_match(const ort::Tensor* in) {
   using namespace past;
   if (in[X].dimensions != 3 || in[WEIGHT].dimensions != 2 || in[SLOT].dimensions != 4) return false;
   const int64_t slots = in[X].sizes[0], channels = in[X].sizes[1];
@@ -127,8 +127,8 @@ ort::Status* convolve(void* made, ort::Context* context) {
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
   if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
-  if (!fits_convolution(in))
-    return ort::refuse(api, "the sizes of the inputs do not match");
+  if (!convolution_sizes_match(in))
+    return ort::make_error(api, "the sizes of the inputs do not match");
   outrider_convolution c{};
   const int64_t slots = in[X].sizes[0];
   c.channels = in[X].sizes[1], c.tokens = in[X].sizes[2];
@@ -137,27 +137,28 @@ ort::Status* convolve(void* made, ort::Context* context) {
   c.weight = static_cast<const float*>(in[WEIGHT].data);
   c.bias = static_cast<const float*>(in[BIAS].data);
   c.position = static_cast<const int64_t*>(in[POSITION].data);
-  if (!has_places(c.position, slots, c.tokens))
-    return ort::refuse(api, "a position is out of range");
+  if (!positions_are_valid(c.position, slots, c.tokens))
+    return ort::make_error(api, "a position is out of range");
   void *out = nullptr, *past = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, 3, &out)) return status;
-  if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &past))
+  if (ort::Status* status = ort::output_in_place(api, context, 1, in[SLOT], sizeof(float), &past))
     return status;
   c.out = static_cast<float*>(out), c.past = static_cast<float*>(past);
   const int64_t runs = (c.channels + COLUMNS - 1) / COLUMNS;
   const bool small = slots * c.tokens * c.channels * c.taps < 1 << 16; // a few microseconds
-  return ort::share(api, context, slots * runs, small, [&](int64_t i) {
+  return ort::parallel_for(api, context, slots * runs, small, [&](int64_t i) {
     const int64_t first = i % runs * COLUMNS;
     kernel.tiles->convolve(&c, i / runs, first, std::min(first + COLUMNS, c.channels));
   });
 }
 
-constexpr ort::Port FLOATS{ort::FLOAT}, PERHAPS{ort::FLOAT, ort::OPTIONAL}, IDS{ort::INT64};
+constexpr ort::Port FLOATS{ort::FLOAT}, OPTIONAL_FLOATS{ort::FLOAT, ort::OPTIONAL}, IDS{ort::INT64};
 
 } // namespace
 
-const ort::Described ort::RECURRENCE = {
+const ort::NamedOperator ort::RECURRENCE = {
     operator_of<Kernel>(create, recur), "Recurrence",
-    {FLOATS, FLOATS, FLOATS, FLOATS, PERHAPS, FLOATS, IDS}, {FLOATS, FLOATS}};
-const ort::Described ort::CONVOLUTION = {operator_of<Kernel>(create, convolve), "ShortConvolution",
-                                         {FLOATS, FLOATS, PERHAPS, FLOATS, IDS}, {FLOATS, FLOATS}};
+    {FLOATS, FLOATS, FLOATS, FLOATS, OPTIONAL_FLOATS, FLOATS, IDS}, {FLOATS, FLOATS}};
+const ort::NamedOperator ort::CONVOLUTION = {
+    operator_of<Kernel>(create, convolve), "ShortConvolution",
+    {FLOATS, FLOATS, OPTIONAL_FLOATS, FLOATS, IDS}, {FLOATS, FLOATS}};

@@ -8,7 +8,7 @@ namespace {
 using Call = outrider_recurrence;
 using Convolution = outrider_convolution;
 
-constexpr int MOST_WIDTH = OUTRIDER_RECURRENCE_WIDTH, MOST_TAPS = OUTRIDER_RECURRENCE_TAPS;
+constexpr int MAX_WIDTH = OUTRIDER_RECURRENCE_WIDTH, MAX_TAPS = OUTRIDER_RECURRENCE_TAPS;
 constexpr int COLUMNS = OUTRIDER_RECURRENCE_COLUMNS;
 constexpr int STRIP = 8;          // maximum vectors of columns at a time: two sums for each
 constexpr int FEW = 16, RUN = 32; // tokens of a convolution at a time
@@ -16,9 +16,9 @@ constexpr int FEW = 16, RUN = 32; // tokens of a convolution at a time
 // e^x for any x, with an error of at most about one ulp: as in Cephes, the nearest power of 2 times
 // a polynomial of the remainder. The power is two factors, because one may be out of range.
 inline Vector exp_of(Vector x) {
-  const Vector least = splat(-104.0f), most = splat(89.0f), magic = splat(12582912.0f);
-  Vector y = x < least ? least : x; // NaN is preserved
-  y = y > most ? most : y;
+  const Vector lowest = splat(-104.0f), highest = splat(89.0f), magic = splat(12582912.0f);
+  Vector y = x < lowest ? lowest : x; // NaN is preserved
+  y = y > highest ? highest : y;
   const Vector shifted = fused(y, splat(1.44269504f), magic), whole = shifted - magic;
   Vector r = fused(whole, splat(-0.693359375f), y); // an exact product: ln 2 in two parts
   r = fused(whole, splat(2.12194440e-4f), r);
@@ -90,8 +90,8 @@ void update(float* state, Vector* found, float* kept, int64_t pitch, const Vecto
 // Computes `count` columns from `first` on, V vectors or a part of one, for all tokens.
 template <int V>
 void recur_strip(const Call& c, int64_t slot, int64_t head, int64_t first, int64_t count) {
-  alignas(64) float state[MOST_WIDTH * V * LANES];
-  alignas(64) float factors[MOST_WIDTH + LANES], own[V * LANES] = {};
+  alignas(64) float state[MAX_WIDTH * V * LANES];
+  alignas(64) float factors[MAX_WIDTH + LANES], own[V * LANES] = {};
   const int64_t depth = c.key_width, position = c.position[slot];
   const int64_t key_head = head / (c.heads / c.key_heads);
   float* const ring = c.states + (slot * c.heads + head) * c.rows * depth * c.width + first;
@@ -145,8 +145,8 @@ void recur(const Call* call, int64_t slot, int64_t head, int64_t first, int64_t 
 // starts with the bias and adds its products in order, each rounded.
 
 // Transposes from [rows, columns] into to [columns, rows], with the given pitches.
-void turn(float* to, int64_t to_pitch, const float* from, int64_t pitch, int64_t rows,
-          int64_t columns) {
+void transpose(float* to, int64_t to_pitch, const float* from, int64_t pitch, int64_t rows,
+               int64_t columns) {
   if (columns == 1 && pitch == 1) return copy(to, from, rows);
   if (rows == 1 && to_pitch == 1) return copy(to, from, columns);
   for (int64_t k = 0; k < columns; ++k)
@@ -158,11 +158,11 @@ template <int TAPS>
 void convolve_channels(const Convolution& c, int64_t slot, int64_t first, int64_t count) {
   const int64_t taps = TAPS ? TAPS : c.taps, before = taps - 1, tokens = c.tokens;
   const int64_t position = c.position[slot];
-  const float* const given = c.x + (slot * c.channels + first) * tokens;
+  const float* const input = c.x + (slot * c.channels + first) * tokens;
   const float* const weight = c.weight + first * taps;
   float* const ring = c.past + slot * c.rows * c.channels + first;
   float* const out = c.out + (slot * c.channels + first) * tokens;
-  alignas(64) float bias[COLUMNS] = {}, x[MOST_TAPS - 1 + FEW][COLUMNS], y[FEW][COLUMNS];
+  alignas(64) float bias[COLUMNS] = {}, x[MAX_TAPS - 1 + FEW][COLUMNS], y[FEW][COLUMNS];
   if (c.bias != nullptr) copy(bias, c.bias + first, count);
   for (int64_t j = 0; j < before; ++j) {
     const int64_t row = position - before + j;
@@ -170,21 +170,21 @@ void convolve_channels(const Convolution& c, int64_t slot, int64_t first, int64_
     if (row >= 0) copy(x[j], ring + row % c.rows * c.channels, count);
   }
   if (tokens <= FEW) {
-    turn(x[before], COLUMNS, given, tokens, count, tokens);
+    transpose(x[before], COLUMNS, input, tokens, count, tokens);
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t i = 0; i < count; ++i) {
         float sum = bias[i];
         for (int64_t j = 0; j < taps; ++j) sum += weight[i * taps + j] * x[t + j][i];
         y[t][i] = sum;
       }
-    turn(out, tokens, y[0], COLUMNS, tokens, count);
+    transpose(out, tokens, y[0], COLUMNS, tokens, count);
   } else {
     for (int64_t i = 0; i < count; ++i) {
-      float line[MOST_TAPS - 1 + RUN];
+      float line[MAX_TAPS - 1 + RUN];
       for (int64_t j = 0; j < before; ++j) line[j] = x[j][i];
       for (int64_t start = i * tokens, end = start + tokens; start < end; start += RUN) {
         const int64_t run = end - start < RUN ? end - start : RUN;
-        copy(line + before, given + start, run);
+        copy(line + before, input + start, run);
         for (int64_t t = 0; t < run; ++t) {
           float sum = bias[i];
           for (int64_t j = 0; j < taps; ++j) sum += weight[i * taps + j] * line[t + j];
@@ -197,7 +197,7 @@ void convolve_channels(const Convolution& c, int64_t slot, int64_t first, int64_
   for (int64_t t = tokens > c.rows ? tokens - c.rows : 0; t < tokens; ++t) {
     float* const row = ring + (position + t) % c.rows * c.channels;
     if (tokens <= FEW) copy(row, x[before + t], count);
-    else turn(row, count, given + t, tokens, count, 1);
+    else transpose(row, count, input + t, tokens, count, 1);
   }
 }
 

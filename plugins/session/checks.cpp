@@ -10,47 +10,47 @@ namespace outrider {
 
 namespace {
 
-std::string shown(double value) {
+std::string format_number(double value) {
   char text[40];
   snprintf(text, sizeof text, "%.15g", value); // whole numbers without a decimal point
   return text;
 }
 
-// legal: whether the value is valid; false for NaN.
-void in_range(bool legal, const char* name, double value, const std::string& what) {
-  refuse(!legal, std::string(name) + "=" + shown(value) + " is out of range",
-         std::string(name) + " must be " + what);
+// valid: false for NaN too.
+void require_in_range(bool valid, const char* name, double value, const std::string& what) {
+  refuse_if(!valid, std::string(name) + "=" + format_number(value) + " is out of range",
+            std::string(name) + " must be " + what);
 }
 
-bool within(double value, double least, double most) { return value >= least && value <= most; }
+bool is_between(double value, double min, double max) { return value >= min && value <= max; }
 
 void check_sampling(const outrider_options& o) {
-  in_range(o.temperature == 0 || within(o.temperature, 1e-6, 1e6), "temperature", o.temperature,
-           "0, or from 1e-6 to 1e6");
-  in_range(o.top_k >= 0, "top_k", o.top_k, "0 (off) or more");
-  in_range(o.top_p > 0 && o.top_p <= 1, "top_p", o.top_p, "in (0, 1]");
-  in_range(within(o.min_p, 0, 1), "min_p", o.min_p, "in [0, 1]");
-  in_range(within(o.repetition_penalty, 1e-3, 1e3), "repetition_penalty", o.repetition_penalty,
-           "from 0.001 to 1000; 1 is off");
-  in_range(within(o.frequency_penalty, -2, 2), "frequency_penalty", o.frequency_penalty,
-           "from -2 to 2; 0 is off");
-  in_range(within(o.presence_penalty, -2, 2), "presence_penalty", o.presence_penalty,
-           "from -2 to 2; 0 is off");
-  in_range(o.lenience > 0 && o.lenience <= 1, "lenience", o.lenience, "in (0, 1]");
-  in_range(o.rule >= OUTRIDER_TOKEN && o.rule <= OUTRIDER_COUPLED, "rule", o.rule,
-           "OUTRIDER_TOKEN to OUTRIDER_COUPLED");
-  in_range(isfinite(o.sigmoid_alpha) && o.sigmoid_alpha < 0, "sigmoid_alpha", o.sigmoid_alpha,
-           "negative");
-  in_range(isfinite(o.sigmoid_beta) && o.sigmoid_beta > 0, "sigmoid_beta", o.sigmoid_beta,
-           "positive");
-  refuse(o.lenience != 1 && o.rule != OUTRIDER_TOKEN, "lenience requires the token rule",
-         "Use the token rule, or leave lenience at 1");
-  refuse(o.rule == OUTRIDER_SIGMOID && o.temperature == 0,
-         "the sigmoid rule is not defined at temperature 0",
-         "Use the token rule, or a positive temperature");
-  refuse(o.rule != OUTRIDER_SIGMOID && (o.sigmoid_alpha != -1e3 || o.sigmoid_beta != 1e3),
-         "sigmoid_alpha and sigmoid_beta have no effect with this rule",
-         "Use the sigmoid rule, or leave them out");
+  require_in_range(o.temperature == 0 || is_between(o.temperature, 1e-6, 1e6), "temperature",
+                   o.temperature, "0, or from 1e-6 to 1e6");
+  require_in_range(o.top_k >= 0, "top_k", o.top_k, "0 (off) or more");
+  require_in_range(o.top_p > 0 && o.top_p <= 1, "top_p", o.top_p, "in (0, 1]");
+  require_in_range(is_between(o.min_p, 0, 1), "min_p", o.min_p, "in [0, 1]");
+  require_in_range(is_between(o.repetition_penalty, 1e-3, 1e3), "repetition_penalty",
+                   o.repetition_penalty, "from 0.001 to 1000; 1 is off");
+  require_in_range(is_between(o.frequency_penalty, -2, 2), "frequency_penalty", o.frequency_penalty,
+                   "from -2 to 2; 0 is off");
+  require_in_range(is_between(o.presence_penalty, -2, 2), "presence_penalty", o.presence_penalty,
+                   "from -2 to 2; 0 is off");
+  require_in_range(o.lenience > 0 && o.lenience <= 1, "lenience", o.lenience, "in (0, 1]");
+  require_in_range(o.rule >= OUTRIDER_TOKEN && o.rule <= OUTRIDER_COUPLED, "rule", o.rule,
+                   "OUTRIDER_TOKEN to OUTRIDER_COUPLED");
+  require_in_range(isfinite(o.sigmoid_alpha) && o.sigmoid_alpha < 0, "sigmoid_alpha",
+                   o.sigmoid_alpha, "negative");
+  require_in_range(isfinite(o.sigmoid_beta) && o.sigmoid_beta > 0, "sigmoid_beta", o.sigmoid_beta,
+                   "positive");
+  refuse_if(o.lenience != 1 && o.rule != OUTRIDER_TOKEN, "lenience requires the token rule",
+            "Use the token rule, or leave lenience at 1");
+  refuse_if(o.rule == OUTRIDER_SIGMOID && o.temperature == 0,
+            "the sigmoid rule is not defined at temperature 0",
+            "Use the token rule, or a positive temperature");
+  refuse_if(o.rule != OUTRIDER_SIGMOID && (o.sigmoid_alpha != -1e3 || o.sigmoid_beta != 1e3),
+            "sigmoid_alpha and sigmoid_beta have no effect with this rule",
+            "Use the sigmoid rule, or leave them out");
 }
 
 void check_prompt(const int64_t* prompt, int64_t length, const outrider_options& options,
@@ -76,87 +76,93 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
 // Whether the bundle has the requested draft source, and it supports the options.
 void check_draft(const Request& request, const Bundle& bundle) {
   const outrider_options& o = request.options;
-  const bool tempered = o.draft_temperature != 0, stops = o.draft_threshold > 0;
-  refuse(request.reads_model() && !bundle.draft,
-         "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
-         "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
-  refuse(request.point_masses() && o.rule == OUTRIDER_SIGMOID,
-         "the sigmoid rule needs the draft's logits, and a lookup has none",
-         "Use the token rule, or the draft model");
-  refuse(tempered && o.temperature == 0, "draft_temperature has no effect at temperature 0",
-         "Leave it out, or sample with temperature above 0");
-  in_range(!tempered || within(o.draft_temperature, 1e-3, 1e3), "draft_temperature",
-           o.draft_temperature, "from 0.001 to 1000, or 0 for the target's");
-  refuse((tempered || stops) && request.point_masses(),
-         "a lookup has no probabilities for a temperature or threshold",
-         "Leave them out, or use the draft model");
-  refuse(stops && request.at_once(), "this draft always drafts gamma tokens",
-         "Leave draft_threshold out, or use OUTRIDER_DRAFT_MODEL");
+  const bool has_temperature = o.draft_temperature != 0, has_threshold = o.draft_threshold > 0;
+  refuse_if(request.uses_draft_model() && !bundle.draft,
+            "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
+            "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
+  refuse_if(request.drafts_point_masses() && o.rule == OUTRIDER_SIGMOID,
+            "the sigmoid rule needs the draft's logits, and a lookup has none",
+            "Use the token rule, or the draft model");
+  refuse_if(has_temperature && o.temperature == 0,
+            "draft_temperature has no effect at temperature 0",
+            "Leave it out, or sample with temperature above 0");
+  require_in_range(!has_temperature || is_between(o.draft_temperature, 1e-3, 1e3),
+                   "draft_temperature", o.draft_temperature,
+                   "from 0.001 to 1000, or 0 for the target's");
+  refuse_if((has_temperature || has_threshold) && request.drafts_point_masses(),
+            "a lookup has no probabilities for a temperature or threshold",
+            "Leave them out, or use the draft model");
+  refuse_if(has_threshold && request.drafts_all_at_once(), "this draft always drafts gamma tokens",
+            "Leave draft_threshold out, or use OUTRIDER_DRAFT_MODEL");
 }
 
 } // namespace
 
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Bundle& bundle, bool forgone) {
-  Request request{options, length, {}, {}, {}, bundle.ends};
+                      const Bundle& bundle, bool invariance_lost) {
+  Request request{options, length, {}, {}, {}, bundle.eos_ids};
   outrider_options& o = request.options;
   check_sampling(o);
-  refuse(o.rule == OUTRIDER_COUPLED && forgone,
-         "the coupled rule promises the same text for every gamma, which plain_width=1 rules out",
-         "Leave one of them out");
-  in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "an integer >= 1");
-  in_range(o.min_new_tokens >= 0 && o.min_new_tokens <= o.max_new_tokens, "min_new_tokens",
-           o.min_new_tokens, "from 0 to max_new_tokens");
-  in_range(o.draft_threshold >= 0 && o.draft_threshold < 1, "draft_threshold", o.draft_threshold,
-           "0 (off) or a probability below 1");
-  in_range(o.logprobs >= -1 && o.logprobs <= bundle.vocab_size, "logprobs", o.logprobs,
-           "from 0 to " + std::to_string(bundle.vocab_size) + ", or -1 for none");
-  in_range(o.gamma >= OUTRIDER_USUAL_GAMMA && o.gamma <= bundle.max_gamma, "gamma", o.gamma,
-           "from 0 to " + std::to_string(bundle.max_gamma) + ", or build with MAX_GAMMA");
-  in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft", o.draft,
-           "one of OUTRIDER_DRAFT_...");
-  in_range(o.bias_length >= 0 && (o.bias_length == 0 || (o.bias_ids && o.biases)), "bias_length",
-           o.bias_length, "the length of bias_ids and biases");
-  in_range(o.stop_length >= 0 && (o.stop_length == 0 || o.stops), "stop_length", o.stop_length,
-           "the length of stops");
+  refuse_if(o.rule == OUTRIDER_COUPLED && invariance_lost,
+            "the coupled rule promises the same text for every gamma, which plain_width=1 rules out",
+            "Leave one of them out");
+  require_in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens,
+                   "an integer >= 1");
+  require_in_range(o.min_new_tokens >= 0 && o.min_new_tokens <= o.max_new_tokens, "min_new_tokens",
+                   o.min_new_tokens, "from 0 to max_new_tokens");
+  require_in_range(o.draft_threshold >= 0 && o.draft_threshold < 1, "draft_threshold",
+                   o.draft_threshold, "0 (off) or a probability below 1");
+  require_in_range(o.logprobs >= -1 && o.logprobs <= bundle.vocab_size, "logprobs", o.logprobs,
+                   "from 0 to " + std::to_string(bundle.vocab_size) + ", or -1 for none");
+  require_in_range(o.gamma >= OUTRIDER_DEFAULT_GAMMA && o.gamma <= bundle.max_gamma, "gamma",
+                   o.gamma,
+                   "from 0 to " + std::to_string(bundle.max_gamma) + ", or build with MAX_GAMMA");
+  require_in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft",
+                   o.draft, "one of OUTRIDER_DRAFT_...");
+  require_in_range(o.bias_length >= 0 && (o.bias_length == 0 || (o.bias_ids && o.biases)),
+                   "bias_length", o.bias_length, "the length of bias_ids and biases");
+  require_in_range(o.stop_length >= 0 && (o.stop_length == 0 || o.stops), "stop_length",
+                   o.stop_length, "the length of stops");
   check_prompt(prompt, length, o, bundle);
 
-  const bool asked = o.draft != OUTRIDER_DRAFT_DEFAULT && o.draft != OUTRIDER_DRAFT_NONE;
-  refuse(asked && o.gamma == 0, "a draft contradicts gamma=0", "Leave one of them out");
-  refuse(o.draft == OUTRIDER_DRAFT_NONE && o.gamma > 0, "gamma contradicts OUTRIDER_DRAFT_NONE",
-         "Leave one of them out");
+  const bool names_draft = o.draft != OUTRIDER_DRAFT_DEFAULT && o.draft != OUTRIDER_DRAFT_NONE;
+  refuse_if(names_draft && o.gamma == 0, "a draft contradicts gamma=0", "Leave one of them out");
+  refuse_if(o.draft == OUTRIDER_DRAFT_NONE && o.gamma > 0, "gamma contradicts OUTRIDER_DRAFT_NONE",
+            "Leave one of them out");
   if (o.draft == OUTRIDER_DRAFT_DEFAULT)
-    o.draft = bundle.draft    ? OUTRIDER_DRAFT_MODEL
-              : bundle.lookup ? OUTRIDER_DRAFT_NGRAM
-                              : OUTRIDER_DRAFT_NONE;
-  if (o.gamma == OUTRIDER_USUAL_GAMMA) {
-    const int32_t usual = request.reads_model() ? 4 : o.draft == OUTRIDER_DRAFT_NONE ? 0 : 8;
-    o.gamma = std::min(usual, bundle.max_gamma);
+    o.draft = bundle.draft              ? OUTRIDER_DRAFT_MODEL
+              : bundle.ngram_by_default ? OUTRIDER_DRAFT_NGRAM
+                                        : OUTRIDER_DRAFT_NONE;
+  if (o.gamma == OUTRIDER_DEFAULT_GAMMA) {
+    const int32_t default_gamma = request.uses_draft_model()       ? 4
+                                  : o.draft == OUTRIDER_DRAFT_NONE ? 0
+                                                                   : 8;
+    o.gamma = std::min(default_gamma, bundle.max_gamma);
   }
   if (o.draft == OUTRIDER_DRAFT_NONE) o.draft = OUTRIDER_DRAFT_MODEL; // unused: gamma is 0
   if (o.gamma == 0)
-    refuse((o.rule != OUTRIDER_TOKEN && o.rule != OUTRIDER_COUPLED) || o.lenience != 1 ||
-               o.draft_temperature != 0 || o.draft_threshold != 0,
-           "rule, lenience, draft_temperature and draft_threshold have no effect with gamma=0",
-           "Leave them out, or use a draft");
+    refuse_if((o.rule != OUTRIDER_TOKEN && o.rule != OUTRIDER_COUPLED) || o.lenience != 1 ||
+                  o.draft_temperature != 0 || o.draft_threshold != 0,
+              "rule, lenience, draft_temperature and draft_threshold have no effect with gamma=0",
+              "Leave them out, or use a draft");
   else
     check_draft(request, bundle);
 
   std::map<int64_t, float> biases; // ascending
   for (int32_t i = 0; i < o.bias_length; ++i) {
-    in_range(within(o.biases[i], -100, 100), "a bias", o.biases[i], "from -100 to 100");
+    require_in_range(is_between(o.biases[i], -100, 100), "a bias", o.biases[i], "from -100 to 100");
     biases[o.bias_ids[i]] = static_cast<float>(o.biases[i]);
   }
   for (const auto& [id, bias] : biases) {
     request.bias_ids.push_back(id);
     request.biases.push_back(bias);
   }
-  request.stops.assign(o.stops, o.stops + o.stop_length);
-  for (const Tokens* ids : {&request.bias_ids, &request.stops})
+  request.stop_ids.assign(o.stops, o.stops + o.stop_length);
+  for (const Tokens* ids : {&request.bias_ids, &request.stop_ids})
     for (const int64_t id : *ids)
-      refuse(id < 0 || id >= bundle.vocab_size,
-             "the token id " + std::to_string(id) + " does not exist",
-             "Choose from 0 to " + std::to_string(bundle.vocab_size - 1));
+      refuse_if(id < 0 || id >= bundle.vocab_size,
+                "the token id " + std::to_string(id) + " does not exist",
+                "Choose from 0 to " + std::to_string(bundle.vocab_size - 1));
   o.bias_ids = nullptr, o.biases = nullptr, o.stops = nullptr; // the caller's memory
   return request;
 }

@@ -26,8 +26,8 @@ int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurr
 
 void check_memory(const Bundle& bundle, int32_t slots) {
   const int32_t gamma = bundle.max_gamma;
-  double need = HostEngine::least_bytes(bundle.target, slots, gamma + 1, 1);
-  if (bundle.draft) need += HostEngine::least_bytes(*bundle.draft, slots, gamma + 1, gamma);
+  double need = HostEngine::min_bytes(bundle.target, slots, gamma + 1, 1);
+  if (bundle.draft) need += HostEngine::min_bytes(*bundle.draft, slots, gamma + 1, gamma);
   const double have =
       static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   if (need > have)
@@ -37,36 +37,39 @@ void check_memory(const Bundle& bundle, int32_t slots) {
          "Use fewer slots");
 }
 
-void give_up(Sequence& sequence, const Failure& failure) {
+void mark_broken(Sequence& sequence, const Failure& failure) {
   sequence.failure = std::make_unique<Failure>(failure);
   sequence.finish = OUTRIDER_BROKEN;
 }
 
 Bundle read_bundle(const outrider_config& config) {
-  refuse(config.abi_version != OUTRIDER_ABI_VERSION,
-         "the program was compiled for version " + std::to_string(config.abi_version) +
-             " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
-         "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
-  refuse(config.folder == nullptr, "the folder is NULL", "Set it to a bundle made by make engines");
-  const int most = 4 * cores();
-  refuse(config.threads < 0 || config.threads > most,
-         "threads=" + std::to_string(config.threads) + " is out of range",
-         "Use 0 (automatic) to " + std::to_string(most));
-  refuse(config.slots < 0 || config.slots > 1 << 16,
-         "slots=" + std::to_string(config.slots) + " is out of range",
-         "Use a positive number, or 0 for the bundle's");
-  refuse(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
-         "Use 1 or 2, or 0");
-  refuse(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
-             (config.corpus_length > 0 && config.corpus == nullptr),
-         "corpus_length is out of range", "Set it to the number of ids in corpus");
+  refuse_if(
+      config.abi_version != OUTRIDER_ABI_VERSION,
+      "the program was compiled for version " + std::to_string(config.abi_version) +
+          " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
+      "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
+  refuse_if(config.folder == nullptr, "the folder is NULL",
+            "Set it to a bundle made by make engines");
+  const int max_threads = 4 * cores();
+  refuse_if(config.threads < 0 || config.threads > max_threads,
+            "threads=" + std::to_string(config.threads) + " is out of range",
+            "Use 0 (automatic) to " + std::to_string(max_threads));
+  refuse_if(config.slots < 0 || config.slots > 1 << 16,
+            "slots=" + std::to_string(config.slots) + " is out of range",
+            "Use a positive number, or 0 for the bundle's");
+  refuse_if(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
+            "Use 1 or 2, or 0");
+  refuse_if(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
+                (config.corpus_length > 0 && config.corpus == nullptr),
+            "corpus_length is out of range", "Set it to the number of ids in corpus");
   Bundle bundle = Bundle::read(config.folder);
   for (int64_t i = 0; i < config.corpus_length; ++i)
-    refuse(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
-           "the corpus has the token id " + std::to_string(config.corpus[i]) +
-               ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
-           "Tokenize it with the bundle's own tokenizer");
-  refuse(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU", "Leave it at 0");
+    refuse_if(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
+              "the corpus has the token id " + std::to_string(config.corpus[i]) +
+                  ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
+              "Tokenize it with the bundle's own tokenizer");
+  refuse_if(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU",
+            "Leave it at 0");
   if (!bundle.on_gpu()) // a GPU engine checks its own memory
     check_memory(bundle, config.slots > 0 ? config.slots : bundle.slots);
   if (!config.unverified) bundle.verify(false);
@@ -83,16 +86,17 @@ Decoder::Decoder(const outrider_config& config)
   std::future<void> hashes;
   if (!config.unverified)
     hashes = std::async(std::launch::async, [this] { bundle_.verify(true); });
-  const auto verified = [&] {
+  const auto finish_hashing = [&] {
     if (hashes.valid()) hashes.get();
   };
   try {
-    if (library_) bits_ = bundle_.promise(slots(), library_->version, config.plain_width);
+    if (library_)
+      guarantees_ = bundle_.guarantees_for(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
-    target_ = opened(bundle_.target, 1, config.threads, bits_.narrowest);
+    target_ = open_engine(bundle_.target, 1, config.threads, guarantees_.narrowest);
     int32_t width = bundle_.vocab_size;
     if (bundle_.draft) { // its bits may depend on the width of a call: only the target's matter
-      draft_ = opened(*bundle_.draft, gamma, config.threads, 1);
+      draft_ = open_engine(*bundle_.draft, gamma, config.threads, 1);
       width = std::min(width, draft_->vocab_size);
     }
     if (config.corpus_length > 0)
@@ -102,14 +106,14 @@ Decoder::Decoder(const outrider_config& config)
     proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
                                            corpus_.get());
   } catch (...) {
-    verified(); // damaged weights explain any other failure, so report them first
+    finish_hashing(); // damaged weights explain any other failure, so report them first
     throw;
   }
-  verified();
+  finish_hashing();
 }
 
-std::unique_ptr<Engine> Decoder::opened(const ModelFacts& facts, int32_t buffers, int threads,
-                                        int32_t narrowest) const {
+std::unique_ptr<Engine> Decoder::open_engine(const ModelFacts& facts, int32_t buffers, int threads,
+                                             int32_t narrowest) const {
   const int32_t widest = bundle_.max_gamma + 1;
   if (!library_)
     return std::make_unique<DeviceEngine>(bundle_.backend, bundle_.folder, facts, slots(), widest,
@@ -129,20 +133,22 @@ Sequence& Decoder::sequence(uint64_t request) {
 // Number of a slot's rows that a prompt can reuse. At least two tokens are always computed: the
 // last one for its logits, and a second because a call of one token may round differently from
 // wider ones.
-int64_t Decoder::known(int32_t slot, const Tokens& prompt) const {
-  const auto most = std::max<int64_t>(0, static_cast<int64_t>(prompt.size()) - 2);
-  return target_->held.resumes(slot, std::min(target_->held.common(slot, prompt), most));
+int64_t Decoder::reusable_rows(int32_t slot, const Tokens& prompt) const {
+  const auto max_rows = std::max<int64_t>(0, static_cast<int64_t>(prompt.size()) - 2);
+  return target_->held_rows.resumable_length(
+      slot, std::min(target_->held_rows.common_prefix(slot, prompt), max_rows));
 }
 
 // The free slot with the fewest rows to compute or overwrite, so that a continued sequence finds
 // its rows again.
 int32_t Decoder::acquire(const Tokens& prompt) {
   int32_t best = -1;
-  int64_t least = 0;
+  int64_t lowest_cost = 0;
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
-    const int64_t cost = reuse_ ? target_->held.length(slot) - 2 * known(slot, prompt) : 0;
-    if (best < 0 || cost < least) best = slot, least = cost;
+    const int64_t cost =
+        reuse_ ? target_->held_rows.length(slot) - 2 * reusable_rows(slot, prompt) : 0;
+    if (best < 0 || cost < lowest_cost) best = slot, lowest_cost = cost;
   }
   if (best < 0)
     fail(OUTRIDER_FAILED_BUSY, "all " + std::to_string(slots()) + " slots are in use",
@@ -151,9 +157,9 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 }
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
-  Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
+  Request request = check_request(prompt, length, options, bundle_, guarantees_.invariance_lost);
   std::map<uint64_t, std::unique_ptr<Sequence>> made; // merged below, which allocates nothing
-  Sequence& sequence = *(made[next_] = std::make_unique<Sequence>());
+  Sequence& sequence = *(made[next_request_] = std::make_unique<Sequence>());
   sequence.request = std::move(request);
   // Room for the longest possible sequence: committing a token cannot fail.
   sequence.tokens.reserve(static_cast<size_t>(
@@ -162,13 +168,13 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   sequence.slot = acquire(sequence.tokens);
   if (rows_[sequence.slot].broken) clear(sequence.slot);
   if (reuse_) {
-    sequence.target_len = known(sequence.slot, sequence.tokens);
+    sequence.target_len = reusable_rows(sequence.slot, sequence.tokens);
     if (draft_ != nullptr) {
-      const int64_t drafted = draft_->held.common(sequence.slot, sequence.tokens);
+      const int64_t drafted = draft_->held_rows.common_prefix(sequence.slot, sequence.tokens);
       const int64_t need = length - 1;
-      const int64_t there =
+      const int64_t available =
           drafted >= need ? need : std::max<int64_t>(0, std::min(drafted, need - 2));
-      sequence.draft_len = draft_->held.resumes(sequence.slot, there);
+      sequence.draft_len = draft_->held_rows.resumable_length(sequence.slot, available);
     }
   }
   sequence.stats.prompt_tokens = length;
@@ -176,17 +182,17 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
-  } catch (const Broken&) {
-    leave(sequence);
+  } catch (const BrokenLogits&) {
+    free_slot(sequence);
     clear(sequence.slot);
     throw;
   } catch (...) {
-    leave(sequence);
+    free_slot(sequence);
     throw;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   sequences_.merge(made);
-  return next_++;
+  return next_request_++;
 }
 
 // Prefill and draw the first token, with the target only.
@@ -197,7 +203,7 @@ void Decoder::start(Sequence& sequence) {
   sequence.stats.prefill_seconds = now() - begin;
   sampler_->begin({{&sequence, 0, {}, sequence.request.options.seed, false}});
   const outrider_verdict verdict = sampler_->verify(row, {}, sequence.slot)[0];
-  settle(sequence, {}, verdict, row, 0);
+  commit_output(sequence, {}, verdict, row, 0);
 }
 
 void Decoder::round() {
@@ -205,25 +211,26 @@ void Decoder::round() {
   std::vector<Plan> plans;
   for (const auto& [number, sequence] : sequences_)
     if (sequence->finish == OUTRIDER_RUNNING)
-      plans.push_back(
-          {sequence.get(), std::min<int64_t>(sequence->request.options.gamma, limit(*sequence)), {}});
+      plans.push_back({sequence.get(),
+                       std::min<int64_t>(sequence->request.options.gamma, max_drafts(*sequence)),
+                       {}});
   if (plans.empty()) return;
-  note_rows();
+  record_rows();
   const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
   try {
     std::vector<Plan> all = plans;
     speculate(all);
-  } catch (const Broken& broken) {
+  } catch (const BrokenLogits& broken) {
     if (plans.size() == 1) {
-      give_up(*plans[0].sequence, broken);
+      mark_broken(*plans[0].sequence, broken);
     } else {
       for (const Plan& plan : plans) { // each alone, so that only the broken ones fail
         std::vector<Plan> alone = {plan};
-        note_rows();
+        record_rows();
         try {
           speculate(alone);
-        } catch (const Broken& own) {
-          give_up(*plan.sequence, own);
+        } catch (const BrokenLogits& own) {
+          mark_broken(*plan.sequence, own);
         }
       }
     }
@@ -242,27 +249,29 @@ void Decoder::speculate(std::vector<Plan>& plans) {
   const DraftRows q = proposer_->propose(plans, *sampler_, rows_);
 
   // Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
-  const Span within = span(plans);
-  std::vector<int64_t> kept;
-  for (const SlotRows& slot : rows_) kept.push_back(slot.target);
-  std::vector<Fed> fed;
+  const Span span = span_of(plans);
+  std::vector<int64_t> valid_rows;
+  for (const SlotRows& slot : rows_) valid_rows.push_back(slot.target);
+  std::vector<SlotInput> inputs;
   for (const Plan& plan : plans) {
     Tokens tokens = {plan.sequence->tokens.back()};
     tokens.insert(tokens.end(), plan.drafts.begin(), plan.drafts.end());
-    fed.push_back({plan.sequence, plan.sequence->target_len, target_->readable(std::move(tokens))});
+    inputs.push_back({plan.sequence, plan.sequence->target_len,
+                      target_->replace_unknown_ids(std::move(tokens))});
   }
-  const LogitsView p = feed(*target_, kept, within, fed);
+  const LogitsView p = forward_slots(*target_, valid_rows, span, inputs);
 
   // Accept each x with probability min(1, p/q); correct the first rejected one, or extend.
-  const std::vector<outrider_verdict>& verdicts = sampler_->verify(p, q, within.first);
+  const std::vector<outrider_verdict>& verdicts = sampler_->verify(p, q, span.first);
   for (size_t b = 0; b < plans.size(); ++b)
-    settle(*plans[b].sequence, plans[b].drafts, verdicts[b], p,
-           plans[b].sequence->slot - within.first);
+    commit_output(*plans[b].sequence, plans[b].drafts, verdicts[b], p,
+                  plans[b].sequence->slot - span.first);
 }
 
 // Commit the output of a round, or nothing if memory runs out.
-void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
-                     const LogitsView& rows, int32_t row_of) {
+void Decoder::commit_output(Sequence& sequence, const Tokens& drafts,
+                            const outrider_verdict& verdict, const LogitsView& rows,
+                            int32_t row_of) {
   const Request& request = sequence.request;
   const auto gamma = static_cast<int64_t>(drafts.size());
   const bool first = sequence.stats.output_tokens == 0;
@@ -274,10 +283,12 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     int32_t origin = OUTRIDER_ACCEPTED;
     if (last && gamma == 0) origin = first ? OUTRIDER_FIRST : OUTRIDER_PLAIN;
     else if (last) origin = verdict.accepted == gamma ? OUTRIDER_BONUS : OUTRIDER_CORRECTED;
-    emitted.push_back(reported(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
+    emitted.push_back(
+        make_token(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
   }
-  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
-                        std::make_move_iterator(emitted.end())); // the last step that allocates
+  sequence.new_tokens.insert(
+      sequence.new_tokens.end(), std::make_move_iterator(emitted.begin()),
+      std::make_move_iterator(emitted.end())); // the last step that allocates
   // From here on nothing fails, so that the stop callback is called once for each token.
   const auto size = static_cast<int64_t>(ids.size());
   int32_t finish = OUTRIDER_RUNNING;
@@ -286,8 +297,8 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     const int64_t id = ids[static_cast<size_t>(count++)];
     finish = finish_of(sequence, id, sequence.stats.output_tokens + count);
   }
-  sequence.fresh.erase(sequence.fresh.end() - (size - count), sequence.fresh.end());
-  sequence.commit(ids, request.reads_model() ? gamma : 0);
+  sequence.new_tokens.erase(sequence.new_tokens.end() - (size - count), sequence.new_tokens.end());
+  sequence.commit(ids, request.uses_draft_model() ? gamma : 0);
   sequence.roll_back(sequence.length() - (size - count));
   sequence.finish = finish;
   sequence.stats.output_tokens += count;
@@ -299,7 +310,8 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
 }
 
 // A token with the requested log-probabilities of the target's unwarped distribution.
-Token Decoder::reported(const Request& request, int64_t id, int32_t origin, const float* row) const {
+Token Decoder::make_token(const Request& request, int64_t id, int32_t origin,
+                          const float* row) const {
   Token token{id, origin, NAN, {}, {}};
   if (request.options.logprobs < 0) return token;
   std::vector<double> logprobs(static_cast<size_t>(bundle_.vocab_size));
@@ -319,11 +331,11 @@ Token Decoder::reported(const Request& request, int64_t id, int32_t origin, cons
 // Why the sequence ends with this token, the `count`-th of its output.
 int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t count) const {
   const Request& request = sequence.request;
-  const auto among = [&](const Tokens& ids) {
+  const auto token_in = [&](const Tokens& ids) {
     return std::find(ids.begin(), ids.end(), token) != ids.end();
   };
-  if (!request.options.ignore_eos && among(request.ends)) return OUTRIDER_EOS;
-  if (among(request.stops)) return OUTRIDER_STOPPED;
+  if (!request.options.ignore_eos && token_in(request.eos_ids)) return OUTRIDER_EOS;
+  if (token_in(request.stop_ids)) return OUTRIDER_STOPPED;
   if (request.options.stop && request.options.stop(request.options.stop_data, token) != 0)
     return OUTRIDER_STOPPED;
   if (count == request.options.max_new_tokens) return OUTRIDER_LENGTH;
@@ -334,15 +346,15 @@ int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t coun
 }
 
 // Maximum number of tokens to draft: those that can still become output and fit the contexts.
-int64_t Decoder::limit(const Sequence& sequence) const {
+int64_t Decoder::max_drafts(const Sequence& sequence) const {
   const Request& request = sequence.request;
   const int64_t left =
       std::min<int64_t>(request.options.max_new_tokens - sequence.stats.output_tokens,
                         bundle_.max_len - sequence.length());
-  int64_t most = left - 1;
-  if (request.reads_model())
-    most = draft_ ? std::min(most, bundle_.draft->max_len - sequence.length()) : 0;
-  return std::max<int64_t>(0, most);
+  int64_t limit = left - 1;
+  if (request.uses_draft_model())
+    limit = draft_ ? std::min(limit, bundle_.draft->max_len - sequence.length()) : 0;
+  return std::max<int64_t>(0, limit);
 }
 
 void Decoder::cancel(uint64_t request) {
@@ -359,7 +371,7 @@ void Decoder::drop_cancelled() {
 }
 
 // Record how many rows the busy slots hold; free slots keep their last record.
-void Decoder::note_rows() {
+void Decoder::record_rows() {
   for (const auto& [number, sequence] : sequences_) {
     rows_[sequence->slot].target = sequence->target_len;
     rows_[sequence->slot].draft = sequence->draft_len;
@@ -368,7 +380,7 @@ void Decoder::note_rows() {
 
 // Free the slot. If its logits were broken, the cause may be in its rows: they are cleared now or,
 // if that fails, when the next request takes the slot.
-void Decoder::leave(Sequence& sequence) {
+void Decoder::free_slot(Sequence& sequence) {
   rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
   if (sequence.failure != nullptr) clear(sequence.slot);
 }
@@ -385,7 +397,7 @@ void Decoder::release(uint64_t request) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto released = sequences_.extract(request); // even if clearing its rows fails
   lock.unlock();
-  leave(*released.mapped());
+  free_slot(*released.mapped());
 }
 
 } // namespace outrider

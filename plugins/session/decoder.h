@@ -14,9 +14,9 @@
 namespace outrider {
 
 // Validate a request as far as possible without a slot; returns a copy of the options with defaults
-// filled in. forgone: of the bundle's Bits. Throws Failure.
+// filled in. invariance_lost: of the bundle's Guarantees. Throws Failure.
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Bundle& bundle, bool forgone);
+                      const Bundle& bundle, bool invariance_lost);
 
 class Decoder {
 public:
@@ -30,30 +30,30 @@ public:
   Sequence& sequence(uint64_t request);
 
   const Bundle& bundle() const { return bundle_; }
-  const Bits& bits() const { return bits_; }
+  const Guarantees& guarantees() const { return guarantees_; }
   int32_t slots() const { return static_cast<int32_t>(rows_.size()); }
 
 private:
-  std::unique_ptr<Engine> opened(const ModelFacts& facts, int32_t buffers, int threads,
-                                 int32_t narrowest) const;
-  int64_t known(int32_t slot, const Tokens& prompt) const;
+  std::unique_ptr<Engine> open_engine(const ModelFacts& facts, int32_t buffers, int threads,
+                                      int32_t narrowest) const;
+  int64_t reusable_rows(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
   void start(Sequence& sequence);
   void speculate(std::vector<Plan>& plans);
-  void settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
-              const LogitsView& rows, int32_t row_of);
-  Token reported(const Request& request, int64_t id, int32_t origin, const float* row) const;
+  void commit_output(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
+                     const LogitsView& rows, int32_t row_of);
+  Token make_token(const Request& request, int64_t id, int32_t origin, const float* row) const;
   int32_t finish_of(const Sequence& sequence, int64_t token, int64_t count) const;
-  int64_t limit(const Sequence& sequence) const;
+  int64_t max_drafts(const Sequence& sequence) const;
   void drop_cancelled();
-  void note_rows();
-  void leave(Sequence& sequence);
+  void record_rows();
+  void free_slot(Sequence& sequence);
   void clear(int32_t slot);
 
   // Declared in order of dependency: ONNX Runtime outlives its models.
   Bundle bundle_;
   std::unique_ptr<ort::Library> library_; // null if the models run on a GPU
-  Bits bits_;
+  Guarantees guarantees_;
   std::unique_ptr<Engine> target_, draft_;
   std::unique_ptr<Corpus> corpus_;
   std::unique_ptr<Sampler> sampler_;
@@ -61,7 +61,7 @@ private:
   const bool reuse_;
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
-  uint64_t next_ = 1;
+  uint64_t next_request_ = 1;
   std::mutex mutex_; // guards the set of requests and their `cancelled`, for other threads
 };
 

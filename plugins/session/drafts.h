@@ -22,7 +22,7 @@ struct Span {
 };
 template <class Part> const Sequence& sequence_of(const Part& part) { return *part.sequence; }
 template <class Part> const Sequence& sequence_of(Part* const& part) { return *part->sequence; }
-template <class Parts> Span span(const Parts& parts) {
+template <class Parts> Span span_of(const Parts& parts) {
   Span found{INT32_MAX, 0};
   for (const auto& part : parts) {
     const int32_t slot = sequence_of(part).slot;
@@ -32,16 +32,17 @@ template <class Parts> Span span(const Parts& parts) {
 }
 
 // The input of one slot in a call: the row of its first token, and its tokens.
-struct Fed {
+struct SlotInput {
   const Sequence* sequence;
   int64_t start;
   Tokens tokens;
 };
 
 // One call for the slots of a span. Returns the logits after the tokens from number `since` on. For
-// slots without input, the call writes rows from kept[slot] on, after their valid rows.
-LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
-                const std::vector<Fed>& fed, int64_t since = 0, int32_t buffer = 0);
+// slots without input, the call writes rows from valid_rows[slot] on, after their valid rows.
+LogitsView forward_slots(Engine& engine, const std::vector<int64_t>& valid_rows, Span span,
+                         const std::vector<SlotInput>& inputs, int64_t since = 0,
+                         int32_t buffer = 0);
 
 class Proposer {
 public:
@@ -50,27 +51,29 @@ public:
            const Corpus* corpus);
 
   // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
-  // the valid rows of all slots. Throws Failure, or Broken for the logits of one sequence.
+  // the valid rows of all slots. Throws Failure, or BrokenLogits for the logits of one sequence.
   DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
 
 private:
   using Plans = std::vector<Plan*>;
-  Tokens guess(Sequence& sequence, const Tokens& drafts, int64_t count) const;
-  void at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
-  void chain(const Plans& plans, const std::vector<int64_t>& kept);
-  DraftRows steps(std::vector<Plan>& plans, Sampler& sampler, const std::vector<int64_t>& kept);
+  Tokens look_up(Sequence& sequence, const Tokens& drafts, int64_t count) const;
+  void draft_all_at_once(std::vector<Plan>& plans, const std::vector<int64_t>& valid_rows);
+  void draft_chain(const Plans& plans, const std::vector<int64_t>& valid_rows);
+  DraftRows draft_steps(std::vector<Plan>& plans, Sampler& sampler,
+                        const std::vector<int64_t>& valid_rows);
   void draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView& logits, int64_t number,
             int32_t first) const;
-  LogitsView step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
-                  Span within);
-  void fill(float* row, const Plan& plan, int64_t step) const;
+  LogitsView run_step(const Plans& drafting, const std::vector<int64_t>& valid_rows, int64_t number,
+                      Span span);
+  void fill_row(float* row, const Plan& plan, int64_t step) const;
 
   Engine* const engine_;
   const int32_t width_, slots_;
   const Corpus* const corpus_;
-  std::unique_ptr<Sampler> inner_; // for chain's inner rounds: the draft model verifies lookups
-  std::vector<float> own_;         // [gamma, slots, width] rows that are not in an engine's buffer
-  std::vector<float> chained_;     // [gamma, slots, width] rows that chain's tokens were drawn from
+  // For chain's inner rounds: the draft model verifies lookups.
+  std::unique_ptr<Sampler> inner_sampler_;
+  std::vector<float> step_rows_;  // [gamma, slots, width] rows that are not in an engine's buffer
+  std::vector<float> chain_rows_; // [gamma, slots, width] rows that chain's tokens were drawn from
 };
 
 } // namespace outrider

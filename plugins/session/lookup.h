@@ -15,11 +15,11 @@
 
 namespace outrider {
 
-constexpr size_t LONGEST = 4; // tokens in the longest n-gram
+constexpr size_t MAX_NGRAM = 4; // tokens in the longest n-gram
 
-using Ngram = std::array<int64_t, LONGEST>; // shorter ones are padded with -1
+using Ngram = std::array<int64_t, MAX_NGRAM>; // shorter ones are padded with -1
 
-inline uint64_t extended(uint64_t key, int64_t token) {
+inline uint64_t extend_key(uint64_t key, int64_t token) {
   const uint64_t mixed = (key + static_cast<uint64_t>(token) + 1) * 0x9E3779B97F4A7C15;
   return mixed ^ mixed >> 29;
 }
@@ -27,13 +27,13 @@ inline uint64_t extended(uint64_t key, int64_t token) {
 struct NgramHash {
   size_t operator()(const Ngram& ngram) const {
     uint64_t key = 0;
-    for (const int64_t token : ngram) key = extended(key, token);
+    for (const int64_t token : ngram) key = extend_key(key, token);
     return key;
   }
 };
 
 // The last n of these tokens.
-inline Ngram last_of(const Tokens& tokens, size_t n) {
+inline Ngram last_ngram(const Tokens& tokens, size_t n) {
   Ngram found;
   found.fill(-1);
   std::copy(tokens.end() - static_cast<int64_t>(n), tokens.end(), found.begin());
@@ -46,44 +46,44 @@ class Corpus {
 public:
   explicit Corpus(Tokens tokens) : tokens_(std::move(tokens)) {
     std::vector<uint64_t> keys(tokens_.size());
-    for (size_t n = 1; n <= LONGEST && n < tokens_.size(); ++n) {
+    for (size_t n = 1; n <= MAX_NGRAM && n < tokens_.size(); ++n) {
       keys.resize(tokens_.size() - n); // no token follows the last n-gram of the text
       std::vector<std::pair<uint64_t, int32_t>> found(keys.size());
       for (size_t i = 0; i < keys.size(); ++i) {
-        keys[i] = extended(keys[i], tokens_[i + n - 1]);
+        keys[i] = extend_key(keys[i], tokens_[i + n - 1]);
         found[i] = {keys[i], static_cast<int32_t>(i + n)};
       }
       std::sort(found.begin(), found.end());
-      Grams& grams = grams_[n - 1];
+      Ngrams& ngrams = ngrams_[n - 1];
       for (size_t i = 0; i < found.size(); ++i)
         if (i + 1 == found.size() || found[i + 1].first != found[i].first) {
-          grams.keys.push_back(found[i].first);
-          grams.ends.push_back(found[i].second);
+          ngrams.keys.push_back(found[i].first);
+          ngrams.ends.push_back(found[i].second);
         }
     }
   }
 
   // At most `count` tokens after the last occurrence of the last n of these tokens; none if they do
   // not occur.
-  Tokens after(const Tokens& end, size_t n, int64_t count) const {
-    const Grams& grams = grams_[n - 1];
+  Tokens continuation(const Tokens& end, size_t n, int64_t count) const {
+    const Ngrams& ngrams = ngrams_[n - 1];
     uint64_t key = 0;
-    for (size_t i = end.size() - n; i < end.size(); ++i) key = extended(key, end[i]);
-    const auto found = std::lower_bound(grams.keys.begin(), grams.keys.end(), key);
-    if (found == grams.keys.end() || *found != key) return {};
-    const auto at = tokens_.begin() + grams.ends[static_cast<size_t>(found - grams.keys.begin())];
+    for (size_t i = end.size() - n; i < end.size(); ++i) key = extend_key(key, end[i]);
+    const auto found = std::lower_bound(ngrams.keys.begin(), ngrams.keys.end(), key);
+    if (found == ngrams.keys.end() || *found != key) return {};
+    const auto at = tokens_.begin() + ngrams.ends[static_cast<size_t>(found - ngrams.keys.begin())];
     if (!std::equal(at - static_cast<int64_t>(n), at, end.end() - static_cast<int64_t>(n)))
       return {}; // another n-gram with the same key
     return Tokens(at, at + std::min<int64_t>(count, tokens_.end() - at));
   }
 
 private:
-  struct Grams {
+  struct Ngrams {
     std::vector<uint64_t> keys;
     std::vector<int32_t> ends;
   };
   Tokens tokens_;
-  std::array<Grams, LONGEST> grams_;
+  std::array<Ngrams, MAX_NGRAM> ngrams_;
 };
 
 // The n-grams of a growing text, in constant time per token.
@@ -91,11 +91,11 @@ class Lookup {
 public:
   // Extend to the first `count` tokens of a text whose beginning was read before.
   void read(const Tokens& tokens, size_t count) {
-    while (own_.size() < count) {
+    while (tokens_.size() < count) {
       // The n-grams at the end of the text are entered when the next token arrives.
-      for (size_t n = 1; n <= std::min(LONGEST, own_.size()); ++n)
-        next_[last_of(own_, n)] = static_cast<int64_t>(own_.size());
-      own_.push_back(tokens[own_.size()]);
+      for (size_t n = 1; n <= std::min(MAX_NGRAM, tokens_.size()); ++n)
+        next_[last_ngram(tokens_, n)] = static_cast<int64_t>(tokens_.size());
+      tokens_.push_back(tokens[tokens_.size()]);
     }
   }
 
@@ -103,14 +103,15 @@ public:
   // n-gram at the end of the text. If they reach the end of the text, they continue with
   // themselves. after: tokens that follow those read.
   Tokens propose(int64_t count, const Tokens& after, const Corpus* corpus) const {
-    Tokens end(own_.end() - static_cast<int64_t>(std::min(LONGEST, own_.size())), own_.end());
+    Tokens end(tokens_.end() - static_cast<int64_t>(std::min(MAX_NGRAM, tokens_.size())),
+               tokens_.end());
     end.insert(end.end(), after.begin(), after.end());
-    const auto length = static_cast<int64_t>(own_.size());
-    for (size_t n = std::min(LONGEST, end.size()); n > 0; --n) {
-      const auto found = next_.find(last_of(end, n));
+    const auto length = static_cast<int64_t>(tokens_.size());
+    for (size_t n = std::min(MAX_NGRAM, end.size()); n > 0; --n) {
+      const auto found = next_.find(last_ngram(end, n));
       if (found != next_.end()) {
         const int64_t start = found->second;
-        const auto from = own_.begin() + start;
+        const auto from = tokens_.begin() + start;
         Tokens text(from, from + std::min(count, length - start));
         text.insert(text.end(), after.begin(), after.end());
         const int64_t back = length - start + static_cast<int64_t>(after.size());
@@ -120,7 +121,7 @@ public:
         return text;
       }
       if (corpus != nullptr) {
-        Tokens text = corpus->after(end, n, count);
+        Tokens text = corpus->continuation(end, n, count);
         if (!text.empty()) return text;
       }
     }
@@ -128,7 +129,7 @@ public:
   }
 
 private:
-  Tokens own_;
+  Tokens tokens_;
   std::unordered_map<Ngram, int64_t, NgramHash> next_; // position after the last occurrence of each
 };
 

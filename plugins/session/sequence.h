@@ -17,20 +17,22 @@ struct Request {
   int64_t prompt_length;
   Tokens bias_ids; // ascending
   std::vector<float> biases;
-  Tokens stops;
-  Tokens ends; // the bundle's
+  Tokens stop_ids;
+  Tokens eos_ids; // the bundle's
 
-  bool reads_context() const {
+  bool has_penalties() const {
     return options.repetition_penalty != 1 || options.frequency_penalty != 0 ||
            options.presence_penalty != 0;
   }
-  bool reads_model() const {
+  bool uses_draft_model() const {
     return options.draft == OUTRIDER_DRAFT_MODEL || options.draft == OUTRIDER_DRAFT_CHAIN;
   }
-  bool point_masses() const {
+  bool drafts_point_masses() const {
     return options.draft == OUTRIDER_DRAFT_NGRAM || options.draft == OUTRIDER_DRAFT_COPY;
   }
-  bool at_once() const { return point_masses() || options.draft == OUTRIDER_DRAFT_CHAIN; }
+  bool drafts_all_at_once() const {
+    return drafts_point_masses() || options.draft == OUTRIDER_DRAFT_CHAIN;
+  }
 };
 
 struct Token {
@@ -50,7 +52,7 @@ struct Sequence {
   int32_t finish = OUTRIDER_RUNNING;
   bool cancelled = false;           // set by any thread, read before the next round
   std::unique_ptr<Failure> failure; // why it was broken off
-  std::deque<Token> fresh;          // not taken yet
+  std::deque<Token> new_tokens;     // not taken yet
   Lookup lookup;
   outrider_stats stats{};
 
@@ -58,7 +60,7 @@ struct Sequence {
 
   // Number of tokens that the draft model has to read before it drafts: the prompt, or tokens of
   // rounds without it. Its first step takes the last two.
-  int64_t draft_lacks() const { return std::max<int64_t>(0, length() - 2 - draft_len); }
+  int64_t missing_draft_rows() const { return std::max<int64_t>(0, length() - 2 - draft_len); }
 
   // Append the accepted draft tokens and the token after them. gamma: draft tokens of the draft
   // model. It has read all but the last of them, so after a fully accepted round it is a row short.
@@ -77,17 +79,17 @@ struct Sequence {
   }
 
   // Number of next tokens that must not end the sequence.
-  int64_t early() const {
+  int64_t min_tokens_left() const {
     return std::max<int64_t>(0, request.options.min_new_tokens - stats.output_tokens);
   }
 
   // Index of the first of these draft tokens that sampling cannot produce. after: number of drafts
   // before them.
   int64_t first_forbidden(const Tokens& drafts, int64_t vocab_size, int64_t after = 0) const {
-    const int64_t masked = early() - after;
+    const int64_t masked = min_tokens_left() - after;
     for (int64_t i = 0; i < static_cast<int64_t>(drafts.size()); ++i) {
       const int64_t token = drafts[static_cast<size_t>(i)];
-      const bool ends = std::binary_search(request.ends.begin(), request.ends.end(), token);
+      const bool ends = std::binary_search(request.eos_ids.begin(), request.eos_ids.end(), token);
       if (token < 0 || token >= vocab_size || (i < masked && ends)) return i;
     }
     return static_cast<int64_t>(drafts.size());

@@ -6,7 +6,7 @@
 
 using outrider::Decoder;
 using outrider::Failure;
-using outrider::guarded;
+using outrider::run_guarded;
 using outrider::Sequence;
 
 struct outrider_session {
@@ -23,8 +23,8 @@ Decoder& decoder_of(outrider_session* session) {
   return session->decoder;
 }
 
-void given(bool there, const char* name) {
-  if (!there)
+void require_pointer(bool valid, const char* name) {
+  if (!valid)
     outrider::fail(OUTRIDER_FAILED_OPTION, std::string(name) + " is NULL", "Pass a valid pointer");
 }
 
@@ -34,8 +34,8 @@ extern "C" {
 
 int32_t outrider_open(const outrider_config* config, outrider_session** session,
                       outrider_failure* failure) {
-  return guarded(failure, [&] {
-    given(config != nullptr, "config"), given(session != nullptr, "session");
+  return run_guarded(failure, [&] {
+    require_pointer(config != nullptr, "config"), require_pointer(session != nullptr, "session");
     *session = nullptr;
     *session = new outrider_session(*config);
   });
@@ -48,15 +48,15 @@ void outrider_get_facts(const outrider_session* session, outrider_facts* facts) 
   if (session == nullptr) return;
   const outrider::Bundle& bundle = session->decoder.bundle();
   *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
-            bundle.draft.has_value(), session->decoder.bits().one_text,
-            static_cast<int32_t>(bundle.ends.size()), 0, bundle.ends.data()};
+            bundle.draft.has_value(), session->decoder.guarantees().output_invariant,
+            static_cast<int32_t>(bundle.eos_ids.size()), 0, bundle.eos_ids.data()};
 }
 
 void outrider_default_options(outrider_options* options) {
   *options = {};
   options->top_p = options->repetition_penalty = options->lenience = 1;
   options->sigmoid_alpha = -1e3, options->sigmoid_beta = 1e3;
-  options->gamma = OUTRIDER_USUAL_GAMMA;
+  options->gamma = OUTRIDER_DEFAULT_GAMMA;
   options->max_new_tokens = 256;
   options->logprobs = -1;
 }
@@ -64,30 +64,31 @@ void outrider_default_options(outrider_options* options) {
 int32_t outrider_admit(outrider_session* session, const int64_t* prompt, int64_t length,
                        const outrider_options* options, uint64_t* request,
                        outrider_failure* failure) {
-  return guarded(failure, [&] {
-    given(options != nullptr, "options"), given(request != nullptr, "request");
+  return run_guarded(failure, [&] {
+    require_pointer(options != nullptr, "options"), require_pointer(request != nullptr, "request");
     *request = decoder_of(session).admit(prompt, length, *options);
   });
 }
 
 int32_t outrider_round(outrider_session* session, outrider_failure* failure) {
-  return guarded(failure, [&] { decoder_of(session).round(); });
+  return run_guarded(failure, [&] { decoder_of(session).round(); });
 }
 
 int32_t outrider_take(outrider_session* session, uint64_t request, outrider_token* tokens,
                       int32_t capacity, int32_t* count, int32_t* finish,
                       outrider_failure* failure) {
-  return guarded(failure, [&] {
-    given(tokens != nullptr || capacity == 0, "tokens"), given(count != nullptr, "count");
+  return run_guarded(failure, [&] {
+    require_pointer(tokens != nullptr || capacity == 0, "tokens");
+    require_pointer(count != nullptr, "count");
     *count = 0;
     Sequence& sequence = decoder_of(session).sequence(request);
-    const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
-    const size_t taken = std::min(most, sequence.fresh.size());
+    const size_t max_count = capacity > 0 ? static_cast<size_t>(capacity) : 0;
+    const size_t taken = std::min(max_count, sequence.new_tokens.size());
     session->taken.clear();
     session->taken.reserve(taken); // now, so that running out of memory loses no token
     for (size_t i = 0; i < taken; ++i) {
-      session->taken.push_back(std::move(sequence.fresh.front()));
-      sequence.fresh.pop_front();
+      session->taken.push_back(std::move(sequence.new_tokens.front()));
+      sequence.new_tokens.pop_front();
     }
     for (size_t i = 0; i < taken; ++i) {
       const outrider::Token& token = session->taken[i];
@@ -95,7 +96,7 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
                    static_cast<int32_t>(token.ids.size()), token.origin};
     }
     *count = static_cast<int32_t>(taken);
-    const bool last = sequence.fresh.empty();
+    const bool last = sequence.new_tokens.empty();
     if (finish != nullptr) *finish = last ? sequence.finish : OUTRIDER_RUNNING;
     if (last && sequence.failure != nullptr) throw Failure(*sequence.failure);
   });
@@ -103,19 +104,19 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
 
 void outrider_cancel(outrider_session* session, uint64_t request) {
   if (session == nullptr) return;
-  guarded(nullptr, [&] { session->decoder.cancel(request); });
+  run_guarded(nullptr, [&] { session->decoder.cancel(request); });
 }
 
 int32_t outrider_get_stats(const outrider_session* session, uint64_t request,
                            outrider_stats* stats, outrider_failure* failure) {
-  return guarded(failure, [&] {
-    given(stats != nullptr, "stats");
+  return run_guarded(failure, [&] {
+    require_pointer(stats != nullptr, "stats");
     *stats = decoder_of(const_cast<outrider_session*>(session)).sequence(request).stats;
   });
 }
 
 int32_t outrider_release(outrider_session* session, uint64_t request, outrider_failure* failure) {
-  return guarded(failure, [&] { decoder_of(session).release(request); });
+  return run_guarded(failure, [&] { decoder_of(session).release(request); });
 }
 
 } // extern "C"

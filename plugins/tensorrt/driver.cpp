@@ -10,10 +10,10 @@ namespace outrider_tensorrt {
 namespace {
 
 // The kernels of the token rule without filters, by module (plan_verify in outrider_device.h).
-struct Wanted {
+struct KernelName {
   const char *module, *name;
 };
-constexpr Wanted WANTED[] = {
+constexpr KernelName KERNELS[] = {
     {"outrider_tensorrt", "outrider_tensorrt_pack"},
     {"outrider_tensorrt", "outrider_tensorrt_unpack"},
     {"outrider", "outrider_verify_scan"},
@@ -40,7 +40,7 @@ template <class Function> bool find(void* library, const char* name, Function* f
 // Null if there is no driver of CUDA 12 or newer.
 const Driver* driver() noexcept {
   static Driver found;
-  static const bool there = [] {
+  static const bool found_all = [] {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     return library != nullptr && find(library, "cuGetErrorString", &found.error_string) &&
            find(library, "cuCtxGetDevice", &found.device) &&
@@ -50,13 +50,13 @@ const Driver* driver() noexcept {
            find(library, "cuKernelGetFunction", &found.function) &&
            find(library, "cuLaunchKernel", &found.launch);
   }();
-  return there ? &found : nullptr;
+  return found_all ? &found : nullptr;
 }
 
-bool failed(const char* what, CUresult result, char* why, std::size_t why_size) {
+bool report_failure(const char* what, CUresult result, char* reason, std::size_t reason_size) {
   const char* text = nullptr;
   driver()->error_string(result, &text);
-  std::snprintf(why, why_size, "%s: %s", what, text != nullptr ? text : "unknown error");
+  std::snprintf(reason, reason_size, "%s: %s", what, text != nullptr ? text : "unknown error");
   return false;
 }
 
@@ -77,35 +77,37 @@ const Image* image_for(const char* module, int architecture) {
 
 } // namespace
 
-bool Kernels::fill(int architecture, char* why, std::size_t why_size) noexcept {
-  const char* loaded = nullptr; // the module in `library`; WANTED is grouped by module
+bool Kernels::fill(int architecture, char* reason, std::size_t reason_size) noexcept {
+  const char* loaded = nullptr; // the module in `library`; KERNELS is grouped by module
   CUlibrary library = nullptr;
-  for (const Wanted& wanted : WANTED) {
-    if (loaded == nullptr || std::strcmp(loaded, wanted.module) != 0) {
-      const Image* const image = image_for(wanted.module, architecture);
+  for (const KernelName& kernel_name : KERNELS) {
+    if (loaded == nullptr || std::strcmp(loaded, kernel_name.module) != 0) {
+      const Image* const image = image_for(kernel_name.module, architecture);
       if (image == nullptr) {
-        std::snprintf(why, why_size, "no kernels for sm_%d in this library", architecture);
+        std::snprintf(reason, reason_size, "no kernels for sm_%d in this library", architecture);
         return false;
       }
       const CUresult result = driver()->load(&library, image->data, nullptr, nullptr, 0, nullptr,
                                              nullptr, 0);
-      if (result != CUDA_SUCCESS) return failed("cuLibraryLoadData", result, why, why_size);
-      loaded = wanted.module;
+      if (result != CUDA_SUCCESS)
+        return report_failure("cuLibraryLoadData", result, reason, reason_size);
+      loaded = kernel_name.module;
     }
-    named_[count_].name = wanted.name;
-    const CUresult result = driver()->kernel(&named_[count_].kernel, library, wanted.name);
-    if (result != CUDA_SUCCESS) return failed(wanted.name, result, why, why_size);
+    named_[count_].name = kernel_name.name;
+    const CUresult result = driver()->kernel(&named_[count_].kernel, library, kernel_name.name);
+    if (result != CUDA_SUCCESS)
+      return report_failure(kernel_name.name, result, reason, reason_size);
     ++count_;
   }
   architecture_ = architecture;
   return true;
 }
 
-const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
+const Kernels* Kernels::load(char* reason, std::size_t reason_size) noexcept {
   static std::mutex mutex;
-  static Kernels kernels[MOST]; // by architecture
+  static Kernels kernels[MAX_ENTRIES]; // by architecture
   if (driver() == nullptr) {
-    std::snprintf(why, why_size, "no CUDA driver of version 12 or newer");
+    std::snprintf(reason, reason_size, "no CUDA driver of version 12 or newer");
     return nullptr;
   }
   CUdevice device;
@@ -116,7 +118,7 @@ const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
   if (result == CUDA_SUCCESS)
     result = driver()->attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
   if (result != CUDA_SUCCESS) {
-    failed("no current device", result, why, why_size);
+    report_failure("no current device", result, reason, reason_size);
     return nullptr;
   }
   const int architecture = 10 * major + minor;
@@ -125,36 +127,37 @@ const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
     for (Kernels& some : kernels) {
       if (some.architecture_ == 0) {
         some.count_ = 0;
-        if (!some.fill(architecture, why, why_size)) return nullptr;
+        if (!some.fill(architecture, reason, reason_size)) return nullptr;
       }
       if (some.architecture_ != architecture) continue;
       for (int i = 0; i < some.count_; ++i) {
         CUfunction function; // getting it loads the kernel into this context now rather than later
         result = driver()->function(&function, some.named_[i].kernel);
         if (result != CUDA_SUCCESS) {
-          failed(some.named_[i].name, result, why, why_size);
+          report_failure(some.named_[i].name, result, reason, reason_size);
           return nullptr;
         }
       }
       return &some;
     }
-    std::snprintf(why, why_size, "too many kinds of GPU in one process");
+    std::snprintf(reason, reason_size, "too many kinds of GPU in one process");
   } catch (...) { // locking the mutex failed
-    std::snprintf(why, why_size, "a lock failed");
+    std::snprintf(reason, reason_size, "a lock failed");
   }
   return nullptr;
 }
 
-bool Kernels::launch(const outrider_device_launch& wanted, void** parameters, CUstream stream,
-                     char* why, std::size_t why_size) const noexcept {
+bool Kernels::launch(const outrider_device_launch& planned, void** parameters, CUstream stream,
+                     char* reason, std::size_t reason_size) const noexcept {
   for (int i = 0; i < count_; ++i) {
-    if (std::strcmp(named_[i].name, wanted.kernel) != 0) continue;
-    const CUresult result = driver()->launch(
-        reinterpret_cast<CUfunction>(named_[i].kernel), wanted.grid[0], wanted.grid[1],
-        wanted.grid[2], wanted.block, 1, 1, 0, stream, parameters, nullptr);
-    return result == CUDA_SUCCESS || failed(wanted.kernel, result, why, why_size);
+    if (std::strcmp(named_[i].name, planned.kernel) != 0) continue;
+    const CUresult result = driver()->launch(reinterpret_cast<CUfunction>(named_[i].kernel),
+                                             planned.grid[0], planned.grid[1], planned.grid[2],
+                                             planned.block, 1, 1, 0, stream, parameters, nullptr);
+    return result == CUDA_SUCCESS || report_failure(planned.kernel, result, reason, reason_size);
   }
-  std::snprintf(why, why_size, "%s is not among the kernels that were loaded", wanted.kernel);
+  std::snprintf(reason, reason_size, "%s is not among the kernels that were loaded",
+                planned.kernel);
   return false;
 }
 

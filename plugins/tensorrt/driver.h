@@ -29,27 +29,27 @@ extern const int IMAGE_COUNT;
 class Kernels {
 public:
   // Load the kernels for the current context's device into the context, so that no later launch
-  // allocates or loads. Returns null on failure, with a one-line reason in `why`. Thread-safe.
+  // allocates or loads. Returns null on failure, with a one-line reason in `reason`. Thread-safe.
   // Loaded kernels are never unloaded.
-  static const Kernels* load(char* why, std::size_t why_size) noexcept;
+  static const Kernels* load(char* reason, std::size_t reason_size) noexcept;
 
   // Enqueue one launch and nothing else, so that a capturing stream records it. Returns false on
-  // failure, with the reason in `why`.
-  bool launch(const outrider_device_launch& wanted, void** parameters, CUstream stream, char* why,
-              std::size_t why_size) const noexcept;
+  // failure, with the reason in `reason`.
+  bool launch(const outrider_device_launch& planned, void** parameters, CUstream stream,
+              char* reason, std::size_t reason_size) const noexcept;
 
 private:
-  static constexpr int MOST = 8;
+  static constexpr int MAX_ENTRIES = 8;
   struct Named {
     const char* name;
     CUkernel kernel;
   };
 
-  bool fill(int architecture, char* why, std::size_t why_size) noexcept;
+  bool fill(int architecture, char* reason, std::size_t reason_size) noexcept;
 
   int architecture_ = 0; // of the device
   int count_ = 0;
-  Named named_[MOST] = {};
+  Named named_[MAX_ENTRIES] = {};
 };
 
 } // namespace outrider_tensorrt

@@ -8,7 +8,7 @@
 extern "C" __global__ void outrider_tensorrt_pack(const int64_t* seed, const int64_t* position,
                                                   const int64_t* gamma, const float* temperature,
                                                   const float* lenience, outrider_slot* slots,
-                                                  uint32_t* arrived, int32_t slot_count) {
+                                                  uint32_t* finished_blocks, int32_t slot_count) {
   const int32_t b = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= slot_count) return;
   outrider_slot slot = {};
@@ -27,7 +27,7 @@ extern "C" __global__ void outrider_tensorrt_pack(const int64_t* seed, const int
   slot.position = static_cast<uint32_t>(position[b]);
   slot.index = b;
   slots[b] = slot;
-  arrived[b] = 0;
+  finished_blocks[b] = 0;
 }
 
 extern "C" __global__ void outrider_tensorrt_unpack(const outrider_verdict* verdicts,
@@ -36,8 +36,8 @@ extern "C" __global__ void outrider_tensorrt_unpack(const outrider_verdict* verd
   const int32_t b = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= slot_count) return;
   const outrider_verdict verdict = verdicts[b];
-  const bool fine = verdict.status == OUTRIDER_OK;
-  accepted[b] = fine ? verdict.accepted : 0;
-  token[b] = fine ? verdict.token : -1;
+  const bool ok = verdict.status == OUTRIDER_OK;
+  accepted[b] = ok ? verdict.accepted : 0;
+  token[b] = ok ? verdict.token : -1;
   status[b] = verdict.status;
 }

@@ -261,19 +261,20 @@ public:
     int32_t count = sizes.slot_count;
     const void *seed = inputs[SEED], *position = inputs[POSITION], *gamma = inputs[GAMMA],
                *temperature = inputs[TEMPERATURE], *lenience = inputs[LENIENCE],
-               *slots = memory.slots, *arrived = call.arrived, *verdicts = memory.verdicts,
-               *accepted = outputs[ACCEPTED], *token = outputs[TOKEN], *state = outputs[STATUS];
-    void* pack[] = {&seed,     &position, &gamma,   &temperature,
-                    &lenience, &slots,    &arrived, &count};
+               *slots = memory.slots, *finished_blocks = call.finished_blocks,
+               *verdicts = memory.verdicts, *accepted = outputs[ACCEPTED], *token = outputs[TOKEN],
+               *state = outputs[STATUS];
+    void* pack[] = {&seed,     &position, &gamma,           &temperature,
+                    &lenience, &slots,    &finished_blocks, &count};
     void* unpack[] = {&verdicts, &accepted, &token, &state, &count};
     void* whole[] = {plan.call};
 
-    char why[LINE] = "";
-    bool good = kernels_->launch(first, pack, stream, why, LINE);
+    char reason[LINE] = "";
+    bool good = kernels_->launch(first, pack, stream, reason, LINE);
     for (int32_t i = 0; good && i < plan.launch_count; ++i)
-      good = kernels_->launch(plan.launches[i], whole, stream, why, LINE);
-    good = good && kernels_->launch(last, unpack, stream, why, LINE);
-    return good ? 0 : fail(why);
+      good = kernels_->launch(plan.launches[i], whole, stream, reason, LINE);
+    good = good && kernels_->launch(last, unpack, stream, reason, LINE);
+    return good ? 0 : fail(reason);
   }
 
   // The rule need not be serialised: it is always "token".
@@ -287,9 +288,9 @@ public:
 private:
   // Called while building too, since a plugin may be timed there without a context.
   bool load() noexcept {
-    char why[LINE] = "";
-    if (kernels_ == nullptr) kernels_ = Kernels::load(why, LINE);
-    if (kernels_ == nullptr) fail(why);
+    char reason[LINE] = "";
+    if (kernels_ == nullptr) kernels_ = Kernels::load(reason, LINE);
+    if (kernels_ == nullptr) fail(reason);
     return kernels_ != nullptr;
   }
 
@@ -313,11 +314,11 @@ public:
   const char* getPluginNamespace() const noexcept override { return NAMESPACE; }
   const PluginFieldCollection* getFieldNames() noexcept override { return &collection_; }
 
-  IPluginV3* createPlugin(const char*, const PluginFieldCollection* given,
+  IPluginV3* createPlugin(const char*, const PluginFieldCollection* attributes,
                           TensorRTPhase) noexcept override {
     int32_t vocab_size = UNBOUNDED;
-    for (int32_t i = 0; given != nullptr && i < given->nbFields; ++i) {
-      const PluginField& field = given->fields[i];
+    for (int32_t i = 0; attributes != nullptr && i < attributes->nbFields; ++i) {
+      const PluginField& field = attributes->fields[i];
       if (field.name == nullptr || field.data == nullptr) continue;
       if (std::strcmp(field.name, "rule") == 0 && !is_token(field)) {
         fail("rule must be \"token\", the only rule of this plugin");

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parents[1]
+PLUGINS_FOLDER = Path(__file__).resolve().parents[1]
 FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "engines", "session")
 NAME = "liboutrider.so"
 FLAGS = [
@@ -35,15 +35,15 @@ FLAGS = [
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wno-sign-conversion", "-Wshadow"]
 Unit = tuple[str, list[str]]  # a source and its own flags
 # By architecture: the flags of every file, and the instruction sets of the loops.
-KINDS = {
+BASE_FLAGS = {
     "x86_64": ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"],
     "aarch64": ["-DOUTRIDER_ARM", "-march=armv8-a"],
 }
 AVX2 = ["-mavx2", "-mfma", "-mtune=generic"]
 AVX512 = [*(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")), "-mfma", "-mprefer-vector-width=512"]
-SETS = {"x86_64": {"avx2": AVX2, "avx512": AVX512}}
+INSTRUCTION_SETS = {"x86_64": {"avx2": AVX2, "avx512": AVX512}}
 # Quantised products use additional instruction sets.
-PRODUCTS = {
+PRODUCT_SETS = {
     "x86_64": {
         "avx2": [*AVX2, "-mf16c"],
         "avxvnni": [*AVX2, "-mf16c", "-mavxvnni"],
@@ -51,22 +51,22 @@ PRODUCTS = {
     },
     "aarch64": {"dotprod": ["-march=armv8.2-a+dotprod"]},
 }
-LOOPS = [
-    ("cpu/outrider_tiles.cpp", "tiles", SETS, []),
-    ("onnxruntime/outrider_attention.cpp", "attention", SETS, []),
-    ("onnxruntime/outrider_attention.cpp", "attention_int8", SETS, ["-DOUTRIDER_INT8"]),
-    ("onnxruntime/outrider_product.cpp", "product", PRODUCTS, []),
-    ("onnxruntime/outrider_recurrence.cpp", "recurrence", SETS, []),
+LOOP_SOURCES = [
+    ("cpu/outrider_tiles.cpp", "tiles", INSTRUCTION_SETS, []),
+    ("onnxruntime/outrider_attention.cpp", "attention", INSTRUCTION_SETS, []),
+    ("onnxruntime/outrider_attention.cpp", "attention_int8", INSTRUCTION_SETS, ["-DOUTRIDER_INT8"]),
+    ("onnxruntime/outrider_product.cpp", "product", PRODUCT_SETS, []),
+    ("onnxruntime/outrider_recurrence.cpp", "recurrence", INSTRUCTION_SETS, []),
 ]
-OPERATORS = ("operator", "attend", "multiply", "recur")
-SESSION = (
+OPERATOR_SOURCES = ("operator", "attend", "multiply", "recur")
+SESSION_SOURCES = (
     *(f"files/{name}.cpp" for name in ("json", "sha256", "bundle")),
     *(f"engines/{name}.cpp" for name in ("engine", "ort_model", "host_engine", "device_engine")),
     *(f"session/{name}.cpp" for name in ("drafts", "checks", "decoder", "session")),
 )  # fmt: skip
 
 
-STATUS = {"backend": 8, "disk": 12}  # runtime/files/errors.py
+EXIT_STATUS = {"backend": 8, "disk": 12}  # runtime/files/errors.py
 
 
 class BuildError(Exception):
@@ -96,46 +96,46 @@ def find_compiler() -> list[str]:
 def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
     """The library's sources with their flags. session: include the session of outrider_session.h.
     operators: include the operators for ONNX Runtime, which take most of the compile time."""
-    kind = KINDS.get(machine, [])
+    kind = BASE_FLAGS.get(machine, [])
     return [
         ("cpu/outrider_cpu.cpp", [*kind, "-pthread"]),
         ("cpu/outrider_rounding.cpp", [*kind, "-pthread"]),
         ("cpu/outrider_softmax.cpp", kind),
-        *((source, [*kind, "-pthread"]) for source in SESSION if session),
-        *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATORS if operators),
+        *((source, [*kind, "-pthread"]) for source in SESSION_SOURCES if session),
+        *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATOR_SOURCES if operators),
         *(
             (source, [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"',
                       *more, *own])
-            for source, table, sets, more in LOOPS
+            for source, table, sets, more in LOOP_SOURCES
             if operators or not source.startswith("onnxruntime/")
             for name, own in {"plain": kind, **sets.get(machine, {})}.items()
         ),
     ]  # fmt: skip
 
 
-def includes(sources: Path = HERE) -> list[str]:
+def include_options(sources: Path = PLUGINS_FOLDER) -> list[str]:
     """The compiler's include options."""
     folders = ("include", "core", "cpu", "cuda", "onnxruntime")
     return [f"-I{sources}", *(f"-I{sources / folder}" for folder in folders)]
 
 
-def headers(sources: Path = HERE) -> list[Path]:
+def headers(sources: Path = PLUGINS_FOLDER) -> list[Path]:
     """Every file that a source may include, and the sources in the same folders."""
     found = (path for folder in FOLDERS for path in (sources / folder).iterdir())
     return [path for path in found if path.suffix in (".h", ".hpp", ".cuh", ".cpp", ".cu", ".map")]
 
 
 def build(
-    out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = True
+    out: Path, sources: Path = PLUGINS_FOLDER, extra: Sequence[str] = (), *, session: bool = True
 ) -> Path:
     """Compile the library unless it exists; returns its path, `out`/liboutrider.so.
 
     sources: the folder of the sources (in tests, a modified copy). extra: more compiler flags.
     session: include the session of outrider_session.h. Raises BuildError.
     """
-    exports = HERE / "session" / "exports.map"
+    exports = PLUGINS_FOLDER / "session" / "exports.map"
     flags = ["-shared", f"-Wl,-soname,{NAME}", f"-Wl,--version-script={exports}", *extra]
-    library = _made(out, "liboutrider", ".so", sources, flags, [], session=session)
+    library = _compile_library(out, "liboutrider", ".so", sources, flags, [], session=session)
     return link(out / NAME, library)
 
 
@@ -146,49 +146,51 @@ def build_emulated(out: Path) -> Path:
     # setjmp switches between stacks, and kernels read memory as words.
     flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
     more = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
-    return _made(out, "emulated", ".so", HERE, ["-shared"], more, operators=False)
+    return _compile_library(
+        out, "emulated", ".so", PLUGINS_FOLDER, ["-shared"], more, operators=False
+    )
 
 
 def build_fuzz(
-    out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = False
+    out: Path, sources: Path = PLUGINS_FOLDER, extra: Sequence[str] = (), *, session: bool = False
 ) -> Path:
     """Compile fuzz.cpp or fuzz_session.cpp with the library's sources. Raises BuildError."""
     name = "fuzz_session" if session else "fuzz"
     more: list[Unit] = [(f"tools/{name}.cpp", [])]
-    return _made(out, name, "", sources, list(extra), more, session=session)
+    return _compile_library(out, name, "", sources, list(extra), more, session=session)
 
 
-def _made(
+def _compile_library(
     out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
     *, session: bool = False, operators: bool = True,
 ) -> Path:  # fmt: skip
     """Compile the library's sources and `more`."""
     jobs = [*units(platform.machine(), session=session, operators=operators), *more]
-    read = (*headers(sources), *(sources / source for source, _ in more))
-    return make(out, name, suffix, jobs, extra, read, sources)
+    input_files = (*headers(sources), *(sources / source for source, _ in more))
+    return build_cached(out, name, suffix, jobs, extra, input_files, sources)
 
 
-def make(
+def build_cached(
     out: Path, name: str, suffix: str, jobs: Sequence[Unit], extra: Sequence[str],
-    read: Iterable[Path], sources: Path = HERE,
+    input_files: Iterable[Path], sources: Path = PLUGINS_FOLDER,
 ) -> Path:  # fmt: skip
     """Compile and link sources into a file named by a digest of the inputs, unless it exists.
-    read: the files that the compiler reads. Raises BuildError."""
+    input_files: the files that the compiler reads. Raises BuildError."""
     compiler = find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(version.encode() + repr((compiler, jobs, FLAGS, extra)).encode())
-    for path in sorted(read):
+    for path in sorted(input_files):
         digest.update(path.name.encode() + path.read_bytes())
     made = out / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not made.is_file():
         print(f"compile {name} with {' '.join(compiler)}", file=sys.stderr)
-        with in_folder(out, name) as folder:
+        with temporary_folder(out, name) as folder:
             os.replace(_compile(compiler, jobs, sources, extra, folder), made)
     return made
 
 
 @contextmanager
-def in_folder(out: Path, name: str) -> Iterator[Path]:
+def temporary_folder(out: Path, name: str) -> Iterator[Path]:
     """A temporary folder in `out`. Raises BuildError if it cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -199,9 +201,9 @@ def in_folder(out: Path, name: str) -> Iterator[Path]:
         raise BuildError(f"{cause}. Make room there, or choose another --out.", "disk") from None
 
 
-def write(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file atomically, so that a reader sees the old or the new one. Raises BuildError."""
-    with in_folder(path.parent, path.name) as folder:
+    with temporary_folder(path.parent, path.name) as folder:
         fresh = folder / path.name
         fresh.write_bytes(data)
         os.replace(fresh, path)
@@ -211,7 +213,7 @@ def _compile(
     compiler: list[str], jobs: Sequence[Unit], sources: Path, extra: Sequence[str], folder: Path
 ) -> Path:
     objects = [folder / f"{i}.o" for i in range(len(jobs))]
-    common = [*FLAGS, *WARNINGS, *includes(sources)]
+    common = [*FLAGS, *WARNINGS, *include_options(sources)]
     flags = [flag for flag in extra if flag != "-shared" and not flag.startswith("-Wl,")]
     commands = [
         [*compiler, *common, *own, *flags, "-c", str(sources / source), "-o", str(made)]
@@ -252,19 +254,19 @@ def link(path: Path, library: Path) -> Path:
     return path
 
 
-def command(work: Callable[[], object]) -> int:
+def exit_status(work: Callable[[], object]) -> int:
     """Run `work`; returns the exit status, after printing one line if it failed."""
     try:
         work()
     except BuildError as error:
         print(f"error: {error.kind}: {error}", file=sys.stderr)
-        return STATUS[error.kind]
+        return EXIT_STATUS[error.kind]
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile liboutrider.")
-    lib = HERE.parent / "build" / "lib"
+    lib = PLUGINS_FOLDER.parent / "build" / "lib"
     parser.add_argument("--out", type=Path, default=lib, help="output folder (default: build/lib)")
     parser.add_argument(
         "--optional",
@@ -273,7 +275,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if not arguments.optional:
-        return command(lambda: print(build(arguments.out)))
+        return exit_status(lambda: print(build(arguments.out)))
     try:
         build(arguments.out)
     except BuildError as error:

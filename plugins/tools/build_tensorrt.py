@@ -16,11 +16,19 @@ import sysconfig
 from pathlib import Path
 
 from . import cubins
-from .build import HERE, BuildError, command, headers, link, make, write
+from .build import (
+    PLUGINS_FOLDER,
+    BuildError,
+    build_cached,
+    exit_status,
+    headers,
+    link,
+    write_atomically,
+)
 
 PLUGIN, ENGINE = "liboutrider_tensorrt", "liboutrider_tensorrt_engine"
-SOURCES = HERE / "tensorrt"
-ENGINE_SOURCES = HERE / "engines" / "tensorrt"
+SOURCES = PLUGINS_FOLDER / "tensorrt"
+ENGINE_SOURCES = PLUGINS_FOLDER / "engines" / "tensorrt"
 MODULES = {"outrider": cubins.SOURCE, "outrider_tensorrt": SOURCES / "pack.cu"}
 Images = dict[tuple[str, str], Path]  # files by (module, architecture as named in cubins.py)
 # Undefined symbols are allowed only if the C and C++ libraries have them.
@@ -77,20 +85,20 @@ def build(root: str | None, out: Path, images: Images) -> Path:
 
     root: the folder with TensorRT's include/. images: those of all MODULES. Raises BuildError.
     """
-    return _made(root, out, PLUGIN, SOURCES, images)
+    return _compile_library(root, out, PLUGIN, SOURCES, images)
 
 
-def new_enough(public: Path) -> bool:
+def can_build_engine(public: Path) -> bool:
     """Whether these headers can tell which caches an engine updates in place: 10.14's cannot."""
     return "getAliasedInputTensor" in (public / "NvInferRuntime.h").read_text()
 
 
 def build_engine(root: str | None, out: Path) -> Path:
     """Compile the session's engine unless it exists: `out`/liboutrider_tensorrt_engine.so."""
-    return _made(root, out, ENGINE, ENGINE_SOURCES, {})
+    return _compile_library(root, out, ENGINE, ENGINE_SOURCES, {})
 
 
-def _made(root: str | None, out: Path, name: str, folder: Path, images: Images) -> Path:
+def _compile_library(root: str | None, out: Path, name: str, folder: Path, images: Images) -> Path:
     """Compile the sources in a folder, with a table of these images, into a library."""
     public, cuda = tensorrt_headers(root), cuda_headers()
     flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{folder}"]
@@ -100,16 +108,18 @@ def _made(root: str | None, out: Path, name: str, folder: Path, images: Images) 
         raise BuildError(
             f"{public} has no NvInferVersion.h. Set TENSORRT_ROOT to a folder with all headers."
         )
-    sources, read = sorted(folder.glob("*.cpp")), [version, *folder.iterdir(), *headers()]
+    sources, input_files = sorted(folder.glob("*.cpp")), [version, *folder.iterdir(), *headers()]
     if images:
         table = out.resolve() / "images.cpp"
-        write(table, _table(images).encode())
-        sources, read = [*sources, table], [*read, table, *images.values()]
+        write_atomically(table, _images_source(images).encode())
+        sources, input_files = [*sources, table], [*input_files, table, *images.values()]
     jobs = [(str(source), flags) for source in sources]
-    return link(out / f"{name}.so", make(out, name, ".so", jobs, [*LINK, *exports], read))
+    return link(
+        out / f"{name}.so", build_cached(out, name, ".so", jobs, [*LINK, *exports], input_files)
+    )
 
 
-def _table(images: Images) -> str:
+def _images_source(images: Images) -> str:
     """The C++ source of driver.h's IMAGES. The assembler includes the files."""
     data, rows = [], []
     for i, ((module, name), path) in enumerate(sorted(images.items())):
@@ -136,17 +146,17 @@ def _table(images: Images) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the TensorRT plugin and engine.")
     parser.add_argument("--tensorrt-root", default=os.environ.get("TENSORRT_ROOT"))
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
+    parser.add_argument("--out", type=Path, default=PLUGINS_FOLDER.parent / "build" / "lib")
     arguments = parser.parse_args()
-    return command(lambda: _main(arguments.tensorrt_root, arguments.out))
+    return exit_status(lambda: _main(arguments.tensorrt_root, arguments.out))
 
 
 def _main(root: str | None, out: Path) -> None:
     # Fail early: compiling the kernels takes minutes.
     headers_of = tensorrt_headers(root)
     cuda_headers()
-    print(build(root, out, make_images(HERE.parent / "build" / "cuda")))
-    if new_enough(headers_of):
+    print(build(root, out, make_images(PLUGINS_FOLDER.parent / "build" / "cuda")))
+    if can_build_engine(headers_of):
         print(build_engine(root, out))
     else:
         print(

@@ -22,9 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .build import HERE, BuildError, command, headers, includes, write
+from .build import (
+    PLUGINS_FOLDER,
+    BuildError,
+    exit_status,
+    headers,
+    include_options,
+    write_atomically,
+)
 
-SOURCE = HERE / "cuda" / "outrider_cuda.cu"
+SOURCE = PLUGINS_FOLDER / "cuda" / "outrider_cuda.cu"
 # A cubin also runs on later minor versions of its architecture's major version. PTX is for other
 # major versions: the oldest one, since all newer GPUs run it and no kernel needs newer features.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_80")
@@ -37,8 +44,8 @@ OPTIONS = [
 ]
 # Bytes of register spill stores that a kernel may have: few, outside the loops over tiles.
 SPILL_LIMIT = 64
-NEEDS = ("registers", "spill_stores", "spill_loads", "shared", "stack")
-Resources = dict[str, dict[str, int]]  # by kernel and NEEDS
+RESOURCES = ("registers", "spill_stores", "spill_loads", "shared", "stack")
+KernelResources = dict[str, dict[str, int]]  # by kernel and RESOURCES
 
 
 # --- NVRTC ------------------------------------------------------------------------------------
@@ -48,7 +55,7 @@ class Nvrtc:
     """The NVRTC library, through its C interface. Raises BuildError if there is none."""
 
     def __init__(self) -> None:
-        for candidate in _libraries():
+        for candidate in _candidate_libraries():
             try:
                 # NVRTC opens its builtins by bare name, which finds them only if loaded already.
                 for builtins in sorted(candidate.parent.glob("libnvrtc-builtins.so*")):
@@ -74,7 +81,7 @@ class Nvrtc:
             source.name.encode(), 0, None, None,
         )  # fmt: skip
         try:
-            options = [*OPTIONS, f"--gpu-architecture={architecture}", *includes()]
+            options = [*OPTIONS, f"--gpu-architecture={architecture}", *include_options()]
             encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             failed = self._library.nvrtcCompileProgram(program, len(options), encoded)
             log = self._read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
@@ -100,7 +107,7 @@ class Nvrtc:
             raise BuildError(f"{name} failed: {text}. Reinstall nvidia-cuda-nvrtc.")
 
 
-def _libraries() -> list[Path]:
+def _candidate_libraries() -> list[Path]:
     """Candidate paths of NVRTC: PyPI packages, newest first, then a toolkit's."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(f) for f in spec.submodule_search_locations or ()] if spec else []
@@ -136,34 +143,36 @@ def build(
     """Compile for each architecture: `out`/<name>_sm_90.cubin, <name>_compute_80.ptx and so on.
 
     Recompiles only if sources, options or NVRTC have changed. `out`/<name>.json contains, by
-    architecture, a digest of those and the kernels' Resources. Returns the files by architecture.
+    architecture, a digest of those and the kernels' resources. Returns the files by architecture.
     Raises BuildError, also for too many spills.
     """
     compiler = nvrtc()
     digest = hashlib.sha256(repr((compiler.version, OPTIONS)).encode())
     for path in sorted((source, *headers())):
         digest.update(path.name.encode() + path.read_bytes())
-    want = digest.hexdigest()[:16]
+    current_digest = digest.hexdigest()[:16]
     record = read_record(out, name)
     made: dict[str, Path] = {}
     for architecture in architectures:
         suffix = ".ptx" if _is_ptx(architecture) else ".cubin"
         made[architecture] = path = out / f"{name}_{architecture}{suffix}"
-        if path.is_file() and record.get(architecture, {}).get("digest") == want:
+        if path.is_file() and record.get(architecture, {}).get("digest") == current_digest:
             continue
         print(f"compile {source.name} for {architecture}", file=sys.stderr)
         code, log = compiler.compile(source, architecture)
         resources = parse_log(log)
-        write(path, code)
+        write_atomically(path, code)
         # Read again: another process may have compiled other architectures meanwhile.
         record = read_record(out, name)
-        record[architecture] = {"digest": want, "kernels": resources}
-        write(out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode())
+        record[architecture] = {"digest": current_digest, "kernels": resources}
+        write_atomically(
+            out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode()
+        )
     for architecture in architectures:
-        for kernel, needs in record[architecture]["kernels"].items():
-            if needs["spill_stores"] > SPILL_LIMIT:
+        for kernel, used in record[architecture]["kernels"].items():
+            if used["spill_stores"] > SPILL_LIMIT:
                 raise BuildError(
-                    f"{kernel} spills {needs['spill_stores']} bytes on {architecture}, more than "
+                    f"{kernel} spills {used['spill_stores']} bytes on {architecture}, more than "
                     f"{SPILL_LIMIT}. Give it more registers (__launch_bounds__)."
                 )
     return made
@@ -178,34 +187,36 @@ def read_record(out: Path, name: str = "outrider") -> dict[str, Any]:
     return record
 
 
-def parse_log(log: str) -> Resources:
-    """Each kernel's Resources, from ptxas's log, including the spills of functions it calls."""
-    kernels: Resources = {}
+def parse_log(log: str) -> KernelResources:
+    """Each kernel's resources, from ptxas's log, including the spills of functions it calls."""
+    kernels: KernelResources = {}
     for line in log.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)'", line):
-            kernels[entry[1]] = dict.fromkeys(NEEDS, 0)
+            kernels[entry[1]] = dict.fromkeys(RESOURCES, 0)
         if not kernels:
             continue
-        needs = kernels[list(kernels)[-1]]
+        resources = kernels[list(kernels)[-1]]
         if spilt := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            needs["spill_stores"] += int(spilt[1])
-            needs["spill_loads"] += int(spilt[2])
+            resources["spill_stores"] += int(spilt[1])
+            resources["spill_loads"] += int(spilt[2])
         if used := re.search(r"Used (\d+) registers", line):
-            needs["registers"] = int(used[1])
+            resources["registers"] = int(used[1])
             for key, pattern in (("shared", r"(\d+) bytes smem"), ("stack", r"(\d+) bytes cumul")):
                 if found := re.search(pattern, line):
-                    needs[key] = int(found[1])
+                    resources[key] = int(found[1])
     return kernels
 
 
-def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
+def resource_table(record: dict[str, Any], architectures: Sequence[str]) -> str:
     """A table kernel x architecture of registers/spill stores/spill loads/shared memory/stack."""
     columns = [a for a in architectures if record.get(a, {}).get("kernels")]
     names = sorted({name for a in columns for name in record[a]["kernels"]})
     cells = [["registers/stores/loads/shared/stack", *columns]]
     for name in names:
-        needs = (record[a]["kernels"].get(name) for a in columns)
-        cells.append([name, *("/".join(str(n[k]) for k in NEEDS) if n else "" for n in needs)])
+        resources = (record[a]["kernels"].get(name) for a in columns)
+        cells.append(
+            [name, *("/".join(str(n[k]) for k in RESOURCES) if n else "" for n in resources)]
+        )
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -215,7 +226,7 @@ def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the CUDA kernels with NVRTC.")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "cuda")
+    parser.add_argument("--out", type=Path, default=PLUGINS_FOLDER.parent / "build" / "cuda")
     parser.add_argument(
         "--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90",
         help="architectures to compile for (default: all)",
@@ -224,10 +235,10 @@ def main() -> int:
 
     def work() -> None:
         made = build(arguments.out, arguments.arch)
-        print(table(read_record(arguments.out), arguments.arch))
+        print(resource_table(read_record(arguments.out), arguments.arch))
         print(*made.values(), sep="\n")
 
-    return command(work)
+    return exit_status(work)
 
 
 if __name__ == "__main__":

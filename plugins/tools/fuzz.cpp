@@ -34,13 +34,13 @@ struct Logits {
   outrider_logits view;
 };
 
-float some_logit(int breakage) {
+float random_logit(int damage) {
   static std::normal_distribution<float> normal(0, 4);
-  if (breakage == 0) return normal(random_bits);
+  if (damage == 0) return normal(random_bits);
   switch (below(60)) {
   case 0: return -INFINITY;
-  case 1: return breakage > 1 ? INFINITY : 0.0f;
-  case 2: return breakage > 1 ? NAN : -0.0f;
+  case 1: return damage > 1 ? INFINITY : 0.0f;
+  case 2: return damage > 1 ? NAN : -0.0f;
   case 3: return 3e38f;
   case 4: return -3e38f;
   case 5: return 1e-42f;
@@ -48,23 +48,23 @@ float some_logit(int breakage) {
   }
 }
 
-Logits some_logits(int slots, int rows, int vocab_size, int dtype) {
+Logits random_logits(int slots, int rows, int vocab_size, int dtype) {
   const size_t item = dtype == OUTRIDER_FLOAT32 ? 4 : 2;
   const auto width = static_cast<size_t>(vocab_size);
   const size_t row = width * item + static_cast<size_t>(below(9));
   const auto count = static_cast<size_t>(rows), all = static_cast<size_t>(slots);
   const size_t slot = row * count + static_cast<size_t>(below(9));
   Logits logits{Bytes(slot * (all - 1) + row * (count - 1) + width * item, below(8)), {}};
-  const int breakage = chance(40) ? 1 + below(2) : 0;
-  const bool hopeless = chance(3), flat = chance(10);
+  const int damage = chance(40) ? 1 + below(2) : 0;
+  const bool all_infinite = chance(3), flat = chance(10);
   for (size_t s = 0; s < all; ++s)
     for (size_t r = 0; r < count; ++r)
       for (size_t i = 0; i < width; ++i) {
-        const float z = hopeless ? -INFINITY : flat ? 1.0f : some_logit(breakage);
+        const float z = all_infinite ? -INFINITY : flat ? 1.0f : random_logit(damage);
         uint32_t bits;
         std::memcpy(&bits, &z, 4);
         const auto half = static_cast<uint16_t>( // for both 16-bit types
-            dtype == OUTRIDER_BFLOAT16 || breakage ? bits >> 16 : random_bits() & 0xBBFF);
+            dtype == OUTRIDER_BFLOAT16 || damage ? bits >> 16 : random_bits() & 0xBBFF);
         unsigned char* at = logits.bytes.data + s * slot + r * row + i * item;
         if (dtype == OUTRIDER_FLOAT32) std::memcpy(at, &z, 4);
         else std::memcpy(at, &half, 2);
@@ -74,13 +74,13 @@ Logits some_logits(int slots, int rows, int vocab_size, int dtype) {
   return logits;
 }
 
-int64_t some_id(int vocab_size) {
+int64_t random_id(int vocab_size) {
   if (chance(5)) return chance(50) ? INT64_MIN : INT64_MAX;
   return below(vocab_size + 4) - 2;
 }
 
-outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids,
-                        const std::vector<int64_t>& sorted, const std::vector<float>& biases) {
+outrider_slot random_slot(int width, int index, const std::vector<int64_t>& ids,
+                          const std::vector<int64_t>& sorted, const std::vector<float>& biases) {
   outrider_slot slot{};
   slot.seed = random_bits();
   slot.position = static_cast<uint32_t>(random_bits());
@@ -111,32 +111,33 @@ outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids,
   return slot;
 }
 
-void require(bool promise, const char* text) {
-  if (promise) return;
+void require(bool holds, const char* text) {
+  if (holds) return;
   std::fprintf(stderr, "broken promise: %s\n", text);
   std::exit(1);
 }
 
-void one_round(long* accepted, long* failed) {
+void run_round(long* accepted, long* failed) {
   const int widths[] = {1, 2, 7, 111, 1023, 1024, 1025, 2048, 2500};
   const int vocab_size = chance(70) ? widths[below(9)] : 1 + below(4000);
   const int draft_size = chance(80) ? vocab_size : 1 + below(4000);
   const int width = 1 + below(8), slots = 1 + below(4), threads = 1 + below(3);
   const int dtype = below(3);
-  const Logits target = some_logits(slots, width + 1, vocab_size, dtype);
-  const Logits draft = some_logits(slots, width, draft_size, chance(80) ? dtype : below(3));
+  const Logits target = random_logits(slots, width + 1, vocab_size, dtype);
+  const Logits draft = random_logits(slots, width, draft_size, chance(80) ? dtype : below(3));
   std::vector<int64_t> ids;
-  for (int i = below(50); i >= 0; --i) ids.push_back(some_id(vocab_size));
+  for (int i = below(50); i >= 0; --i) ids.push_back(random_id(vocab_size));
   std::vector<int64_t> sorted = ids;
   std::sort(sorted.begin(), sorted.end());
   sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
   const std::vector<float> biases(sorted.size(), chance(50) ? -100.0f : 2.5f);
   const auto cells = static_cast<size_t>(slots) * static_cast<size_t>(width);
   std::vector<outrider_slot> slot;
-  for (int b = 0; b < slots; ++b) slot.push_back(some_slot(width, slots - 1 - b, ids, sorted, biases));
+  for (int b = 0; b < slots; ++b)
+    slot.push_back(random_slot(width, slots - 1 - b, ids, sorted, biases));
   if (chance(3)) slot[0].top_p = NAN;
   std::vector<int64_t> drafts(cells);
-  for (int64_t& id : drafts) id = some_id(vocab_size);
+  for (int64_t& id : drafts) id = random_id(vocab_size);
   std::vector<outrider_row> rows(cells);
   std::vector<outrider_verdict> verdicts(static_cast<size_t>(slots));
   std::vector<double> ratios(cells, -1);
@@ -193,7 +194,7 @@ int main(int argc, char** argv) {
   const char* sets[] = {"plain", "avx2", "avx512"};
   for (long i = 0; i < rounds; ++i) {
     outrider_use(sets[below(3)]);
-    one_round(&accepted, &failed);
+    run_round(&accepted, &failed);
   }
   std::printf("%ld rounds: %ld drafts accepted, %ld calls refused\n", rounds, accepted, failed);
   return 0;

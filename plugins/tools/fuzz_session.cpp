@@ -21,13 +21,15 @@
 namespace {
 
 std::mt19937_64 numbers(1);
-std::int64_t below(std::int64_t most) {
-  return static_cast<std::int64_t>(numbers() % static_cast<std::uint64_t>(most));
+std::int64_t below(std::int64_t limit) {
+  return static_cast<std::int64_t>(numbers() % static_cast<std::uint64_t>(limit));
 }
 
-outrider::Options some_options() {
-  const double odd[] = {0, 1, 0.7, -1, 1e9, NAN, 0.5, 1e-3};
-  const auto number = [&](double usual) { return below(60) ? usual : odd[below(8)]; };
+outrider::Options random_options() {
+  const double odd_values[] = {0, 1, 0.7, -1, 1e9, NAN, 0.5, 1e-3};
+  const auto number = [&](double default_value) {
+    return below(60) ? default_value : odd_values[below(8)];
+  };
   outrider::Options options;
   options.max_new_tokens = static_cast<std::int32_t>(below(30)) + 3;
   options.min_new_tokens = static_cast<std::int32_t>(below(3));
@@ -47,7 +49,7 @@ outrider::Options some_options() {
   return options;
 }
 
-void requests(outrider::Session& session, int count) {
+void run_requests(outrider::Session& session, int count) {
   std::vector<outrider::Stream> streams;
   int tokens = 0, refused = 0;
   for (int i = 0; i < count; ++i) {
@@ -55,7 +57,7 @@ void requests(outrider::Session& session, int count) {
     for (std::int64_t& id : prompt) id = below(200);
     if (below(20) == 0) prompt.push_back(below(2) ? -5 : std::int64_t{1} << 40);
     try {
-      streams.push_back(session.stream(prompt, some_options()));
+      streams.push_back(session.stream(prompt, random_options()));
     } catch (const outrider::Error&) {
       ++refused;
     }
@@ -76,7 +78,7 @@ void requests(outrider::Session& session, int count) {
 }
 
 // Requests of one session, cancelled by threads that do nothing else.
-void cancels(outrider_session* session) {
+void run_cancellations(outrider_session* session) {
   std::atomic<bool> ended{false};
   std::vector<std::thread> others;
   for (int i = 0; i < 3; ++i)
@@ -106,8 +108,8 @@ void cancels(outrider_session* session) {
 }
 
 // Opens randomly damaged manifests, some of them with a matching checksum.
-void manifests(const std::string& bundle, const std::string& library, const std::string& folder,
-               int count) {
+void open_damaged_manifests(const std::string& bundle, const std::string& library,
+                            const std::string& folder, int count) {
   std::ifstream file(bundle + "/manifest.json");
   const std::string whole((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   const char* const pieces[] = {"0", "-1", "null", "[]", "{}", "\"x\"", "1e99", "99999999999999999999",
@@ -146,15 +148,15 @@ int main(int count, char** words) {
   config.folder = words[1], config.onnxruntime = words[2], config.slots = 4, config.threads = 1;
   {
     outrider::Session session(config);
-    requests(session, std::atoi(words[4]));
+    run_requests(session, std::atoi(words[4]));
   }
   outrider_config plain{};
   plain.abi_version = OUTRIDER_ABI_VERSION;
   plain.folder = words[1], plain.onnxruntime = words[2], plain.slots = 2, plain.threads = 1;
   outrider_session* session = nullptr;
   if (outrider_open(&plain, &session, nullptr) != OUTRIDER_OK) return 1;
-  cancels(session);
+  run_cancellations(session);
   outrider_close(session);
-  manifests(words[1], words[2], words[3], std::atoi(words[4]));
+  open_damaged_manifests(words[1], words[2], words[3], std::atoi(words[4]));
   return 0;
 }

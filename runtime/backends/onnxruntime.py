@@ -110,9 +110,10 @@ class OrtEngine(HostEngine[Any]):
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         if facts.host_alone and not kernel.available():
+            reason = kernel.unavailable_reason()
             raise OutriderError(
                 "backend",
-                f"{folder} has quantised weights, which need liboutrider: {kernel.unavailable()}",
+                f"{folder} has quantised weights, which need liboutrider: {reason}",
                 "Run make plugins, or install a wheel that includes it.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.

@@ -83,8 +83,8 @@ class Ring(ctypes.Structure):
 SEQUENCE = np.dtype(
     [
         ("tokens", "u8"), ("draft_tokens", "u8"), ("ends", "u8"), ("end_count", "i4"),
-        ("length", "i4"), ("most", "i4"), ("draft_most", "i4"), ("unsuppressed", "i4"),
-        ("ended", "i4"),
+        ("length", "i4"), ("max_length", "i4"), ("draft_max_length", "i4"),
+        ("unsuppressed", "i4"), ("ended", "i4"),
     ],
     align=True,
 )  # fmt: skip

@@ -160,7 +160,7 @@ class RoundSampler:
             raise ValueError(status_text(self._library, status))
         b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
         failed, place = self._verdicts[b], self._places[b]
-        raise kernel.failure(self._library, failed, place)
+        raise kernel.verdict_error(self._library, failed, place)
 
 
 def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:

@@ -237,6 +237,6 @@ def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
 
 
 def test_the_kernel_is_needed(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "unavailable", lambda: "there is no compiler")
+    monkeypatch.setattr(kernel, "unavailable_reason", lambda: "there is no compiler")
     with pytest.raises(OutriderError, match="GPU rounds need the kernel: there is no compiler"):
         load(llama_bundle, device="cuda")

@@ -23,7 +23,7 @@ import pytest
 from commands import CHECKOUT
 from test_makefile import checkout, make  # noqa: F401 (a fixture)
 
-from plugins.tools.build import HERE, find_compiler
+from plugins.tools.build import PLUGINS_FOLDER, find_compiler
 from runtime.cmake import onnxruntime
 from runtime.files.library import find_library
 
@@ -291,7 +291,7 @@ def test_cpp_runs(code: str, house: Path) -> None:
     (house / "page.cpp").write_text(code)
     library = find_library()
     assert library is not None
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{HERE / 'include'}"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{PLUGINS_FOLDER / 'include'}"]
     link = [library, f"-Wl,-rpath,{library.parent}", "-o", "page"]
     subprocess.run([*find_compiler(), *flags, "page.cpp", *link], cwd=house, check=True)
     done = subprocess.run(["./page", onnxruntime()], cwd=house, capture_output=True, check=True)

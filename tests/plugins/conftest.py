@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    with instructions(request.param) as there:
-        if not there:
+    with instructions(request.param) as available:
+        if not available:
             pytest.skip(f"this processor has no {request.param}")
         yield request.param

@@ -55,21 +55,21 @@ def session_of(
 
 
 def with_each_set(
-    tell: Callable[[], npt.NDArray[Any]], sets: Sequence[str] = LOOPS
+    compute: Callable[[], npt.NDArray[Any]], sets: Sequence[str] = LOOPS
 ) -> list[npt.NDArray[Any]]:
     """What the same computation gives with each of these that this processor has, by the plain
     loops last; skipped where there is nothing else."""
-    told = []
+    results = []
     for name in sets:
-        with instructions(name) as there:
-            if there:
-                told.append(tell())
-    if len(told) == 1:
+        with instructions(name) as available:
+            if available:
+                results.append(compute())
+    if len(results) == 1:
         pytest.skip("this processor has one instruction set")
-    return told
+    return results
 
 
-def refuses(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
+def assert_refused(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
     """Where these inputs take the place of right ones."""
     with pytest.raises(Exception, match=message):
         session.run(None, feeds | {name: np.asarray(array) for name, array in wrong.items()})

@@ -12,10 +12,19 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from operators import FLOAT, INT8, INT64, OTHER_SIZE, Feeds, refuses, session_of, with_each_set
+from operators import (
+    FLOAT,
+    INT8,
+    INT64,
+    OTHER_SIZE,
+    Feeds,
+    assert_refused,
+    session_of,
+    with_each_set,
+)
 
 from export.host.observing import AHEAD
-from plugins.tools.build import find_compiler, includes
+from plugins.tools.build import find_compiler, include_options
 
 Array = npt.NDArray[np.float32]
 Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
@@ -147,7 +156,9 @@ class Attention:
         out, *caches[:] = self.session.run(None, self.feeds(caches, position, width))
         return np.asarray(out)
 
-    def tell(self, widths: list[int], ahead: list[int] | None = None, tokens: int = ROWS) -> Array:
+    def compute(
+        self, widths: list[int], ahead: list[int] | None = None, tokens: int = ROWS
+    ) -> Array:
         """The outputs [tokens, HEADS * D] of the text of slot 0, in calls of these widths.
 
         ahead: where other slots stand when it begins; they take part in every call.
@@ -160,7 +171,7 @@ class Attention:
         return np.concatenate(found)
 
     def expected(self) -> npt.NDArray[np.float64]:
-        """`tell` by the definition."""
+        """`compute` by the definition."""
         shape, text = self.shape, self.text[0].astype(np.float64)
         tokens = len(text)
         query, key, value = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=1)
@@ -199,28 +210,28 @@ def test_it_is_attention(instruction_set: str, shape: Shape) -> None:
     """Behind a prefill, steps and a verification. Rows that no text has written hold NaN."""
     attention = Attention(shape)
     want = attention.expected()
-    np.testing.assert_allclose(attention.tell([70, 1, 5, 1, 9]), want, atol=4e-6, rtol=0)
+    np.testing.assert_allclose(attention.compute([70, 1, 5, 1, 9]), want, atol=4e-6, rtol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bits_depend_on_a_row_and_what_it_sees_alone(instruction_set: str, shape: Shape) -> None:
     attention = Attention(shape)
-    want = attention.tell([16])
+    want = attention.compute([16])
     for widths in ([3, 5], [7, 1, 9], [64], [ROWS]):
-        assert (attention.tell(widths) == want).all(), f"widths {widths}"
+        assert (attention.compute(widths) == want).all(), f"widths {widths}"
     for widths in ([1], [2]):  # two parts are enough: single tokens stand among the others
-        assert (attention.tell(widths, tokens=150) == want[:150]).all(), f"widths {widths}"
-    assert (attention.tell([5], ahead=[0, 31], tokens=200) == want[:200]).all(), "neighbours"
-    assert (Attention(shape, rows=1024).tell([16]) == want).all(), "rows"
+        assert (attention.compute(widths, tokens=150) == want[:150]).all(), f"widths {widths}"
+    assert (attention.compute([5], ahead=[0, 31], tokens=200) == want[:200]).all(), "neighbours"
+    assert (Attention(shape, rows=1024).compute([16]) == want).all(), "rows"
     shared = Attention(shape, threads=3)
     for widths, tokens in (([16], ROWS), ([5], ROWS), ([1], 150)):
-        told = shared.tell(widths, tokens=tokens)
-        assert (told == want[:tokens]).all(), f"threads, {widths}"
+        results = shared.compute(widths, tokens=tokens)
+        assert (results == want[:tokens]).all(), f"threads, {widths}"
 
 
 def test_another_order_of_the_sums_is_seen() -> None:
     """A control of the test above: each instruction set adds in an order of its own."""
-    *fused, plain = with_each_set(lambda: Attention(SHAPES["64"]).tell([16]))
+    *fused, plain = with_each_set(lambda: Attention(SHAPES["64"]).compute([16]))
     assert all((one != plain).any() for one in fused)
 
 
@@ -260,7 +271,7 @@ def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape
         reader = attention.open(reads=True)
         assert (reader.run(None, right)[0] == want).all()
     wide = np.zeros((3, width, HEADS * shape.width + 1), np.float32)
-    refuses(reader, right, OTHER_SIZE, query=wide)
+    assert_refused(reader, right, OTHER_SIZE, query=wide)
 
 
 @pytest.mark.parametrize("shape", ["64", "64, int8"])
@@ -290,7 +301,7 @@ def test_a_key_that_outweighs_all_others(instruction_set: str, row: int) -> None
     query[..., 0], key[row, :, 0] = 1, 1000
     want = values[row].repeat(HEADS // KEY_HEADS, axis=0)
     for widths in ([60], [5]):
-        out = attention.tell(widths)[row:].reshape(-1, HEADS, 64)
+        out = attention.compute(widths)[row:].reshape(-1, HEADS, 64)
         np.testing.assert_allclose(out, want[None].repeat(len(out), axis=0), rtol=1e-6)
 
 
@@ -302,7 +313,7 @@ def test_a_score_of_minus_infinity_weighs_nothing(instruction_set: str, row: int
     query[:], key[:] = 0, 0
     query[..., 0], key[row, :, 0] = 1e20, -1e20
     for widths in ([60], [5]):
-        out = attention.tell(widths, tokens=row + 1)[row].reshape(HEADS, 64)
+        out = attention.compute(widths, tokens=row + 1)[row].reshape(HEADS, 64)
         want = values[:row].mean(axis=0).repeat(HEADS // KEY_HEADS, axis=0)
         np.testing.assert_allclose(out, want, atol=1e-6)
 
@@ -312,11 +323,11 @@ def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> 
     attention = Attention(SHAPES["64, int8"])
     for odd in (np.nan, np.inf, -np.inf):
         attention.text[0, 3, -1, 7] = odd  # a value of the last head
-        out = attention.tell([5], tokens=5).reshape(5, HEADS, -1)
+        out = attention.compute([5], tokens=5).reshape(5, HEADS, -1)
         assert np.isfinite(out[:3]).all() and np.isfinite(out[:, : HEADS // 2]).all()
         assert np.isnan(out[3:, HEADS // 2 :]).all()
     attention.text[0, 3, -1] = 1e-33  # too small to be divided by; as good as zero
-    assert np.isfinite(attention.tell([5], tokens=5)).all()
+    assert np.isfinite(attention.compute([5], tokens=5)).all()
 
 
 def test_a_row_beyond_the_cache_is_refused() -> None:
@@ -324,7 +335,7 @@ def test_a_row_beyond_the_cache_is_refused() -> None:
     attention = Attention(SHAPES["64"])
     for position in (ROWS - 3, ROWS, -1, 2**63 - 1, -(2**63)):
         feeds = attention.feeds(attention.caches(), [0], 4)
-        refuses(attention.session, feeds, "a row is beyond the cache", position=[position])
+        assert_refused(attention.session, feeds, "a row is beyond the cache", position=[position])
 
 
 OTHER_SIZES = {  # of two tokens, by "128"
@@ -347,12 +358,12 @@ def test_inputs_of_other_sizes_are_refused() -> None:
     attention.session.run(None, right)
     for name, wrong in OTHER_SIZES.items():
         for sizes in wrong:
-            refuses(
+            assert_refused(
                 attention.session, right, OTHER_SIZE, **{name: np.zeros(sizes, right[name].dtype)}
             )
     packed = Attention(SHAPES["64"])
     right = packed.feeds(packed.caches(), [0], 2)
-    refuses(packed.session, right, OTHER_SIZE, query=right["query"][..., : HEADS * 64])
+    assert_refused(packed.session, right, OTHER_SIZE, query=right["query"][..., : HEADS * 64])
 
 
 def test_quantised_caches_of_other_sizes_are_refused() -> None:
@@ -363,7 +374,7 @@ def test_quantised_caches_of_other_sizes_are_refused() -> None:
     for width in (0, 3, 4, 64, 67, 4 * 64, 4 * 68):
         wrong = np.zeros((1, KEY_HEADS, ROWS, width), np.int8)
         for names in (["keys"], ["values"], ["keys", "values"]):
-            refuses(attention.session, right, OTHER_SIZE, **dict.fromkeys(names, wrong))
+            assert_refused(attention.session, right, OTHER_SIZE, **dict.fromkeys(names, wrong))
 
 
 def test_tables_of_other_sizes_are_refused() -> None:
@@ -373,29 +384,29 @@ def test_tables_of_other_sizes_are_refused() -> None:
     for attention.cosine, attention.sine in (
         (cos, sin[:, :-1]), (cos[:-1], sin), (cos, sin[0]), (wide, wide),
     ):  # fmt: skip
-        refuses(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
+        assert_refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
 
 
 def test_biases_of_other_sizes_are_refused() -> None:
     attention = Attention(SHAPES["64, bias"])
     bias = attention.bias
     for attention.bias in (bias[:-1], bias[0], bias[:, :AHEAD]):
-        refuses(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
+        assert_refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
     attention.bias = bias[:, 1:]
     session = attention.open()
     session.run(None, attention.feeds(attention.caches(), [ROWS - 3], 2))
     beyond = attention.feeds(attention.caches(), [ROWS - 2], 2)
-    refuses(session, beyond, "a row is beyond the cache")
+    assert_refused(session, beyond, "a row is beyond the cache")
 
 
 def test_sinks_and_soft_caps_of_other_sizes_are_refused() -> None:
     attention = Attention(SHAPES["32, all of it"])
     feeds, sinks = attention.feeds(attention.caches(), [0], 2), attention.sinks
     for attention.sinks in (sinks[:-1], sinks[None]):
-        refuses(attention.open(), feeds, OTHER_SIZE)
+        assert_refused(attention.open(), feeds, OTHER_SIZE)
     attention.sinks, softcap = sinks, attention.softcap
     for attention.softcap in (softcap[:0], softcap.repeat(2), softcap[0]):
-        refuses(attention.open(), feeds, OTHER_SIZE)
+        assert_refused(attention.open(), feeds, OTHER_SIZE)
 
 
 @pytest.mark.parametrize("cap", [0.5, 50.0])
@@ -481,13 +492,13 @@ def test_sources_of_other_sizes_are_refused() -> None:
     attention = SourceAttention()
     right = attention.feeds()
     for length in (0, -1, ROWS + 1, 2**63 - 1):
-        refuses(attention.session, right, "a length is not from 1", length=[1, length, 1])
+        assert_refused(attention.session, right, "a length is not from 1", length=[1, length, 1])
     for name, sizes in (
         ("query", (3, 2, 64)), ("query", (2, 2, HEADS * 64)), ("keys", (3, 1, ROWS, 64)),
         ("values", (3, KEY_HEADS, ROWS - 1, 64)), ("values", (3, KEY_HEADS, 64)), ("length", (2,)),
     ):  # fmt: skip
         wrong = np.zeros(sizes, right[name].dtype)
-        refuses(attention.session, right, OTHER_SIZE, **{name: wrong})
+        assert_refused(attention.session, right, OTHER_SIZE, **{name: wrong})
 
 
 @pytest.mark.parametrize(
@@ -537,7 +548,7 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
         "in_place": "GetMayInplace",
     }  # fmt: skip
     checks = [
-        f"ort::{ours}::place * sizeof(void*) == offsetof(OrtApi, {theirs})"
+        f"ort::{ours}::index * sizeof(void*) == offsetof(OrtApi, {theirs})"
         for ours, theirs in functions.items()
     ] + [
         f"offsetof(ort::Operator, {ours}) == offsetof(OrtCustomOp, {theirs})"
@@ -545,5 +556,5 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
     ]
     lines = ["#include <onnxruntime_c_api.h>", '#include "outrider_ort_api.h"']
     source.write_text("\n".join([*lines, *(f'static_assert({c}, "");' for c in checks)]))
-    command = [*find_compiler(), "-std=c++17", "-fsyntax-only", *includes()]
+    command = [*find_compiler(), "-std=c++17", "-fsyntax-only", *include_options()]
     subprocess.run([*command, f"-I{Path(ORT_ROOT) / 'include'}", source], check=True)

@@ -11,7 +11,7 @@ import pytest
 from samplers import TOKEN, open_backend
 from test_philox import KNOWN_ANSWERS
 
-from plugins.tools.build import BuildError, build, find_compiler, includes
+from plugins.tools.build import BuildError, build, find_compiler, include_options
 from runtime.files import library
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
@@ -55,8 +55,8 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         '#include <cstdio>\n#include "outrider.h"\nint main() {' + "".join(lines) + "}"
     )
     program = tmp_path / "layout"
-    subprocess.run([*find_compiler(), *includes(), source, "-o", program], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run([*find_compiler(), *include_options(), source, "-o", program], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
            for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip
     for structure, last in (
@@ -64,7 +64,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         (cuda_kernel.Launch, "block"), (cuda_kernel.Plan, "call"),
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]
-    assert [int(n) for n in said] == got
+    assert [int(n) for n in printed] == got
     assert kernel.SLOT.itemsize % 8 == kernel.VERDICT.itemsize % 8 == 0  # copied in words
 
 
@@ -124,7 +124,9 @@ def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "FOLDERS", (tmp_path,))
     kernel.load.cache_clear()
     try:
-        assert kernel.unavailable().startswith("liboutrider.so was not found. Run make plugins")
+        assert kernel.unavailable_reason().startswith(
+            "liboutrider.so was not found. Run make plugins"
+        )
         assert not kernel.available()
         (tmp_path / "liboutrider.so").write_bytes(b"not a library")
         with pytest.raises(OutriderError, match="cannot be loaded"):

@@ -51,7 +51,7 @@ def plain_places(case, params):
     return [SlotSampling(params, case.gamma, 5 * b, b) for b in range(case.slots)]
 
 
-def a_round(library, case, places):
+def run_round(library, case, places):
     """Everything that a round leaves: drafts, rows of the draw, verdicts with ratios."""
     width, slots = case.gamma, len(places)
     sampler = RoundSampler(
@@ -71,11 +71,11 @@ def a_round(library, case, places):
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def same(case, places, want=None, **plan):
+def assert_same(case, places, want=None, **plan):
     """The emulation leaves what the CPU library leaves."""
-    expected = want or a_round(cpu_library(), case, places)
+    expected = want or run_round(cpu_library(), case, places)
     with emulation(**plan) as library:
-        assert a_round(library, case, places) == expected
+        assert run_round(library, case, places) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
     for seed, gamma in enumerate((3,) if vocab_size == 1500 else (0, 1, 4)):
         case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
         for places in (plain_places(case, params), case.places(params)):
-            same(case, places, seed=seed)
+            assert_same(case, places, seed=seed)
 
 
 @slow
@@ -102,14 +102,14 @@ def test_a_large_vocabulary(name):
     """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
     for vocab_size, dtype in ((51_864, "bfloat16"), (51_865, "float32"), (300_000, "float16")):
         case = Case(21, vocab_size, 2, slots=2, dtype=dtype)
-        same(case, case.places(SamplingParams(**OPTIONS[name])))
+        assert_same(case, case.places(SamplingParams(**OPTIONS[name])))
 
 
 @slow
 def test_many_slots():
     """So many tiles that a warp takes two."""
     case = Case(27, 2500, 1, slots=2800)
-    same(case, plain_places(case, TOKEN))
+    assert_same(case, plain_places(case, TOKEN))
 
 
 @pytest.mark.parametrize("name", cases(["block"], ["all", "sigmoid", "greedy-lenient"]))
@@ -120,7 +120,7 @@ def test_slots_that_differ(name):
     places[4] = SlotSampling(TOKEN, 5, 3, 4)
     for added in (0, FILTERS | PENALTIES | cuda_kernel.BLOCK | SHAPES):
         for seed in (1, 2):  # the second round finds the first one's workspace
-            same(case, places, added=added, seed=seed)
+            assert_same(case, places, added=added, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_draft_of_another_width(name, width):
         1500,
     )
     for places in (plain_places(case, params), case.places(params)):
-        same(case, places)
+        assert_same(case, places)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_ties(top_k, top_p):
     case = Case(24, 2500, 1, slots=2)
     case.target, case.draft = np.round(case.target), np.round(case.draft)
     case.draft[0] = 0
-    same(case, plain_places(case, params))
+    assert_same(case, plain_places(case, params))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_ties(top_k, top_p):
 def test_rows_that_are_not_aligned_to_vectors(name, dtype):
     case = Case(25, 2500, 3, slots=2, dtype=dtype)
     places = case.places(SamplingParams(**OPTIONS[name]))
-    want = a_round(cpu_library(), case, places)
+    want = run_round(cpu_library(), case, places)
 
     def moved(array, padding):
         wide = np.zeros((*array.shape[:2], array.shape[2] + padding), array.dtype)
@@ -169,7 +169,7 @@ def test_rows_that_are_not_aligned_to_vectors(name, dtype):
 
     for padding in (1, 4, 8):
         case.target, case.draft = moved(case.target, padding), moved(case.draft, 9 - padding)
-        same(case, places, want=want)
+        assert_same(case, places, want=want)
 
 
 # --- what a plan does not serve ---------------------------------------------------------------
@@ -194,9 +194,12 @@ def test_a_missing_flag_is_refused_not_wrong(name):
             assert sampler.drafts[1, step] == -1
         with pytest.raises(OutriderError, match=r"target, slot 1, .*parameter is out of range"):
             sampler.verify(case.target, case.draft)
-    served = sampler._verdicts[0]
+    verdict = sampler._verdicts[0]
     assert sampler.drafts[0].tolist() == want[0][0]
-    assert (served["accepted"], served["token"]) == (want[1][0].accepted, want[1][0].token)
+    assert (verdict["accepted"], verdict["token"]) == (
+        want[1][0].accepted,
+        want[1][0].token,
+    )
     assert sampler._verdicts[1]["token"] == -1
 
 
@@ -206,7 +209,7 @@ def test_a_missing_flag_is_refused_not_wrong(name):
 BASE = 1 << 20  # addresses are not looked at
 
 
-def planned(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None, drawing=False):
+def make_plan(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None, drawing=False):
     """(status, plan) of a verification, or of a draw."""
     library = cpu_library()
     sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
@@ -233,14 +236,14 @@ def launches(plan):
 
 def test_launches():
     """One kernel for an unfiltered draw, two for an unfiltered verification."""
-    assert launches(planned(drawing=True)[1]) == [("outrider_draw_scan", 16, 1, 4, 256)]
-    assert launches(planned()[1]) == [
+    assert launches(make_plan(drawing=True)[1]) == [("outrider_draw_scan", 16, 1, 4, 256)]
+    assert launches(make_plan()[1]) == [
         ("outrider_verify_scan", 16, 6, 4, 256),
         ("outrider_verify_rest", 16, 1, 4, 256),
     ]
-    assert launches(planned(cuda_kernel.BLOCK)[1])[1] == ("outrider_verify_rest", 16, 5, 4, 256)
-    assert launches(planned(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 8, 9, 32, 256)
-    assert launches(planned(FILTERS | PENALTIES)[1]) == [
+    assert launches(make_plan(cuda_kernel.BLOCK)[1])[1] == ("outrider_verify_rest", 16, 5, 4, 256)
+    assert launches(make_plan(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 8, 9, 32, 256)
+    assert launches(make_plan(FILTERS | PENALTIES)[1]) == [
         ("outrider_mark", 1, 1, 4, 512),
         ("outrider_verify_scan_general", 16, 6, 4, 256),
         ("outrider_verify_filter", 1, 6, 4, 512),
@@ -255,7 +258,7 @@ def test_a_workspace_is_as_large_as_its_size():
             sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
             size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
             start = 1 << 40
-            status, plan = planned(flags, slots, width, vocab_size, base=start)
+            status, plan = make_plan(flags, slots, width, vocab_size, base=start)
             assert status == 0 and size % 256 == 0
             inside = {word - start for word in plan.call if start <= word < start + 2 * size}
             assert 0 in inside and len(inside) >= 6 and max(inside) <= size
@@ -263,12 +266,12 @@ def test_a_workspace_is_as_large_as_its_size():
 
 
 def test_illegal_plans_are_refused():
-    assert planned()[0] == 0
-    assert planned(size=100)[0] == 3
-    assert planned(base=BASE + 64)[0] == 1  # not 256-byte-aligned
-    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=32)[0] == 1
-    assert planned(slots=65_536)[0] == 1
-    assert planned(vocab_size=0)[0] == 1
+    assert make_plan()[0] == 0
+    assert make_plan(size=100)[0] == 3
+    assert make_plan(base=BASE + 64)[0] == 1  # not 256-byte-aligned
+    assert make_plan(width=65)[0] == make_plan(slots=0)[0] == make_plan(flags=32)[0] == 1
+    assert make_plan(slots=65_536)[0] == 1
+    assert make_plan(vocab_size=0)[0] == 1
     for sizes in (
         KernelSizes(1, -1, 8, 8, 0),
         KernelSizes(1, 1, 0, 0, 0),
@@ -295,7 +298,7 @@ LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_
 @slow
 @pytest.mark.parametrize("architecture", cubins.ARCHITECTURES)
 def test_compiles_for(nvrtc, architecture):
-    made = cubins.build(cubins.HERE.parent / "build" / "cuda", [architecture])
+    made = cubins.build(cubins.PLUGINS_FOLDER.parent / "build" / "cuda", [architecture])
     code = made[architecture].read_bytes()
     record = cubins.read_record(made[architecture].parent)[architecture]["kernels"]
     expected = kernels_of_plans() | LOOP_KERNELS
@@ -308,10 +311,10 @@ def test_compiles_for(nvrtc, architecture):
             assert 0 < needs["registers"] <= 255 and needs["shared"] <= 48 * 1024
     else:
         assert b".target sm_80" in code
-        assert between_host_and_device(code.decode()) == {"ld": 2, "st": 1}
+        assert volatile_accesses(code.decode()) == {"ld": 2, "st": 1}
 
 
-def between_host_and_device(ptx):
+def volatile_accesses(ptx):
     """Accesses of outrider_again that the compiler may not keep in a register: what the host has
     read, whether it wants the loop to stop, and that a round is there. None before the fence."""
     body = ptx.partition(".entry outrider_again")[2].partition("\n}")[0]
@@ -326,7 +329,7 @@ def kernels_of_plans():
         launch[0]
         for flags in range(32)
         for drawing in (False, True)
-        for launch in launches(planned(flags, drawing=drawing)[1])
+        for launch in launches(make_plan(flags, drawing=drawing)[1])
     }
 
 
@@ -340,14 +343,14 @@ def test_nothing_is_compiled_twice_and_errors_are_told(nvrtc, tmp_path, monkeypa
     assert path.stat().st_mtime_ns == first and capsys.readouterr().err.count("compile") == 1
     record = json.loads((out / "small.json").read_text())
     assert list(record["sm_90"]["kernels"]) == ["f"]
-    assert cubins.table(record, ["sm_90"]).splitlines()[1].startswith("f ")
+    assert cubins.resource_table(record, ["sm_90"]).splitlines()[1].startswith("f ")
     monkeypatch.setattr(cubins, "SPILL_LIMIT", -1)
     with pytest.raises(BuildError, match=r"f spills 0 bytes on sm_90, more than -1\. Give"):
         cubins.build(out, ["sm_90"], source, "small")
     source.write_text("this is not C++")
     with pytest.raises(BuildError, match=r"small.cu does not compile for sm_90"):
         cubins.build(out, ["sm_90"], source, "small")
-    monkeypatch.setattr(cubins, "_libraries", list)
+    monkeypatch.setattr(cubins, "_candidate_libraries", list)
     with pytest.raises(BuildError, match=r"NVRTC was not found\. Install it"):
         cubins.Nvrtc()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.tools.build import HERE, BuildError, build_fuzz
+from plugins.tools.build import PLUGINS_FOLDER, BuildError, build_fuzz
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
 SANITIZERS = {
@@ -19,7 +19,7 @@ SANITIZERS = {
 ROUNDS = {"address,undefined": "1500", "thread": "500"}
 
 
-def fuzz(sanitizer, seed, folder=LIBRARIES, sources=HERE):
+def fuzz(sanitizer, seed, folder=LIBRARIES, sources=PLUGINS_FOLDER):
     flags = [*SANITIZERS[sanitizer], "-fno-sanitize-recover=all", "-O1", "-g"]
     flags += ["-DOUTRIDER_LOGITS_PER_THREAD=1"]  # else such small rounds would run on one thread
     try:
@@ -60,7 +60,7 @@ FAULTS = {
 def mutated(folder, name, old, new):
     """A copy of plugins/ in this folder, with the one `old` of a file replaced."""
     sources = folder / "sources"
-    shutil.copytree(HERE, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PLUGINS_FOLDER, sources, ignore=shutil.ignore_patterns("__pycache__"))
     text = (sources / name).read_text()
     assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
     (sources / name).write_text(text.replace(old, new))
@@ -68,7 +68,9 @@ def mutated(folder, name, old, new):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sanitizer", "name", "old", "new", "says"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found(tmp_path, sanitizer, name, old, new, says):
+@pytest.mark.parametrize(
+    ("sanitizer", "name", "old", "new", "pattern"), FAULTS.values(), ids=FAULTS
+)
+def test_faults_are_found(tmp_path, sanitizer, name, old, new, pattern):
     done = fuzz(sanitizer, 0, tmp_path, mutated(tmp_path, name, old, new))
-    assert done.returncode != 0 and re.search(says, done.stderr), done.stderr[-2000:]
+    assert done.returncode != 0 and re.search(pattern, done.stderr), done.stderr[-2000:]

@@ -17,7 +17,7 @@ import test_kernel_exact as exact
 from samplers import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
 from test_kernel_fuzz import FAULTS, mutated
 
-from plugins.tools.build import HERE, build
+from plugins.tools.build import PLUGINS_FOLDER, build
 from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
@@ -98,7 +98,7 @@ MUTATIONS = {
     },
     "core/outrider_round.h": {
         "scale missing in the residual": (
-            "rest_scale_ * (q_.total / p_[i].total)", "1.0 * (q_.total / p_[i].total)",
+            "residual_scale_ * (q_.total / p_[i].total)", "1.0 * (q_.total / p_[i].total)",
         ),
         "totals exchanged": ("(q_.total / p_[i].total)", "(p_[i].total / q_.total)"),
         "point mass not removed": ("w[token % TILE] = 0;", ""),
@@ -194,7 +194,7 @@ def checks(library):
         yield lambda r=rule, e=enumerated: e(library, r, 0, 2)
 
 
-def caught(library):
+def is_detected(library):
     for check in checks(library):
         try:
             check()
@@ -205,7 +205,7 @@ def caught(library):
     return False
 
 
-def compiled(folder, sources=HERE):
+def compile_library(folder, sources=PLUGINS_FOLDER):
     """A library of these sources, quickly compiled."""
     library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
     return kernel.load_file(library.resolve())
@@ -213,15 +213,15 @@ def compiled(folder, sources=HERE):
 
 @pytest.mark.slow
 def test_the_unchanged_source_passes(tmp_path: Path):
-    assert not caught(compiled(tmp_path))
+    assert not is_detected(compile_library(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", CASES.values(), ids=CASES)
 def test_a_mutation_is_caught(tmp_path, mutation):
-    assert caught(compiled(tmp_path, mutated(tmp_path, *mutation)))
+    assert is_detected(compile_library(tmp_path, mutated(tmp_path, *mutation)))
 
 
 def test_every_mutation_still_applies():
     for name, old, _ in (*CASES.values(), *(fault[1:4] for fault in FAULTS.values())):
-        assert (HERE / name).read_text().count(old) == 1, f"{name}: {old}"
+        assert (PLUGINS_FOLDER / name).read_text().count(old) == 1, f"{name}: {old}"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from operators import FLOAT, INT64, OTHER_SIZE, Feeds, refuses, session_of, with_each_set
+from operators import FLOAT, INT64, OTHER_SIZE, Feeds, assert_refused, session_of, with_each_set
 
 Array = npt.NDArray[np.float32]
 TOKENS, ROWS = 40, 6
@@ -134,7 +134,7 @@ class Node:
         out, slot[:] = self.session.run(None, self.feeds(slot, position, width))
         return np.asarray(out.swapaxes(1, 2) if "x" in self.text else out)
 
-    def tell(
+    def compute(
         self, widths: list[int], ahead: tuple[int, ...] = (), drafts: int = 0
     ) -> tuple[Array, Array]:
         """Outputs [TOKENS, ..] of slot 0, and the last 4 rows, in calls of these widths.
@@ -158,7 +158,7 @@ def test_it_is_the_recurrence(instruction_set: str, layer: States | Short) -> No
     """In calls of less and more tokens than there are rows. Rows of no text hold NaN."""
     node = Node(layer)
     outs, rows = layer.expected(node.text)
-    out, last = node.tell([1, 9, 3, 1, 1, 20])
+    out, last = node.compute([1, 9, 3, 1, 1, 20])
     np.testing.assert_allclose(out, outs, atol=2e-5, rtol=0)
     np.testing.assert_allclose(last, rows[-4:], atol=1e-5, rtol=0)
 
@@ -166,16 +166,16 @@ def test_it_is_the_recurrence(instruction_set: str, layer: States | Short) -> No
 @shaped
 def test_bits_depend_on_what_came_before_alone(instruction_set: str, layer: States | Short) -> None:
     node = Node(layer)
-    want = node.tell([TOKENS])
-    told = {f"widths {w}": node.tell(w) for w in ([1], [2, 5], [ROWS], [ROWS + 1, 33])}
-    told["drafts"] = node.tell([1], drafts=2)
-    told["neighbours"] = node.tell([4], ahead=(0, 31))
-    told["rows"] = Node(layer, rows=ROWS + 5).tell([3])
-    told["threads"] = Node(layer, threads=3).tell([20])
-    for what, found in told.items():
-        assert all((a == b).all() for a, b in zip(found, want, strict=True)), what
+    want = node.compute([TOKENS])
+    results = {f"widths {w}": node.compute(w) for w in ([1], [2, 5], [ROWS], [ROWS + 1, 33])}
+    results["drafts"] = node.compute([1], drafts=2)
+    results["neighbours"] = node.compute([4], ahead=(0, 31))
+    results["rows"] = Node(layer, rows=ROWS + 5).compute([3])
+    results["threads"] = Node(layer, threads=3).compute([20])
+    for case, found in results.items():
+        assert all((a == b).all() for a, b in zip(found, want, strict=True)), case
 
-    beyond = node.tell([1], drafts=ROWS)  # a control: the row before is lost
+    beyond = node.compute([1], drafts=ROWS)  # a control: the row before is lost
     assert (beyond[0] != want[0]).any()
 
 
@@ -193,7 +193,7 @@ def test_a_call_without_tokens(instruction_set: str, layer: States | Short) -> N
 
 def test_another_order_of_the_sums_is_seen() -> None:
     """A control of the test above: each instruction set multiplies and adds in its own way."""
-    *fused, plain = with_each_set(lambda: Node(LAYERS["delta rule"]).tell([16])[0])
+    *fused, plain = with_each_set(lambda: Node(LAYERS["delta rule"]).compute([16])[0])
     assert all((one != plain).any() for one in fused)
 
 
@@ -262,6 +262,6 @@ def test_inputs_of_other_sizes_are_refused(name: str) -> None:
     for wrong, shapes in OTHER_SIZES[name].items():
         for sizes in shapes:
             array = np.zeros(sizes, right[wrong].dtype)
-            refuses(node.session, right, OTHER_SIZE, **{wrong: array})
+            assert_refused(node.session, right, OTHER_SIZE, **{wrong: array})
     for position in (-1, -(2**63), 2**63 - 1):
-        refuses(node.session, right, "a position is out of range", position=[position])
+        assert_refused(node.session, right, "a position is out of range", position=[position])

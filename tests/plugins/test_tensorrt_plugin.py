@@ -23,12 +23,12 @@ from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 from plugins.tools import build_tensorrt, cubins
 from plugins.tools.build import (
     FLAGS,
-    HERE,
+    PLUGINS_FOLDER,
     WARNINGS,
     BuildError,
     build_emulated,
     find_compiler,
-    includes,
+    include_options,
 )
 from runtime.sampling.warp import SamplingParams
 
@@ -50,7 +50,8 @@ def test_without_headers_it_says_what_to_do(root, message):
     run = subprocess.run(
         [sys.executable, "-m", "plugins.tools.build_tensorrt",
          *(["--tensorrt-root", root] if root else [])],
-        cwd=HERE.parent, env={k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"},
+        cwd=PLUGINS_FOLDER.parent,
+        env={k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 8 and run.stdout == ""
@@ -65,10 +66,10 @@ def test_without_cudas_headers_it_says_what_to_do(monkeypatch):
 
 
 def test_the_kernels_that_it_loads_are_there():
-    source = (HERE / "tensorrt" / "driver.cpp").read_text()
-    wanted = re.findall(r'^    \{"(\w+)", "(\w+)"\},$', source, re.MULTILINE)
-    assert len(wanted) == 4
-    for module, name in wanted:
+    source = (PLUGINS_FOLDER / "tensorrt" / "driver.cpp").read_text()
+    kernels = re.findall(r'^    \{"(\w+)", "(\w+)"\},$', source, re.MULTILINE)
+    assert len(kernels) == 4
+    for module, name in kernels:
         text = build_tensorrt.MODULES[module].read_text()
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
 
@@ -118,7 +119,7 @@ def tools(library, tmp_path_factory):
     """The driver, the kernels that it runs, the harness, the plugin."""
     folder = tmp_path_factory.mktemp("tools")
     public, cuda = build_tensorrt.tensorrt_headers(TENSORRT), build_tensorrt.cuda_headers()
-    headers = [f"-isystem{public}", f"-isystem{cuda}", *includes()]
+    headers = [f"-isystem{public}", f"-isystem{cuda}", *include_options()]
     for name in ("driver_standin", "plugin_harness"):
         # The plugin asks for the driver by this name, and gets what is loaded already.
         soname = ["-Wl,-soname,libcuda.so.1"] if name == "driver_standin" else []
@@ -131,7 +132,7 @@ def tools(library, tmp_path_factory):
 
 
 @pytest.fixture
-def drive(tools, tmp_path):
+def run_plugin(tools, tmp_path):
     """A function of cases, each {input: array}; gives for each (answers, lines)."""
 
     def run(*cases, plugin=tools[3]):
@@ -150,7 +151,7 @@ def drive(tools, tmp_path):
     return run
 
 
-def a_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
+def make_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
     """(what the plugin is given, what the graph's function is given)"""
     case = Case(seed, vocab_size, gamma, slots, dtype)
     places = places_of(case, SamplingParams(**OPTIONS[name]))
@@ -162,8 +163,8 @@ def a_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
     return feed(case.target, case.draft, drafts, places), feed(*sources, drafts, places)
 
 
-def test_the_contract(drive):
-    ((_, lines),) = drive(a_case(40, 127, 4, 3)[0])
+def test_the_contract(run_plugin):
+    ((_, lines),) = run_plugin(make_case(40, 127, 4, 3)[0])
     assert lines[0] == "1 PLUGIN CREATOR_V3ONE outrider::Verify 1"
     assert lines[1] == "types 3 1 1 1 1 1 1 1 1 1 1"  # so many types of each input and output
     assert lines[2] == "build 0 0 0"
@@ -181,16 +182,16 @@ def test_the_contract(drive):
 
 
 @pytest.mark.parametrize("dtype", cases(["float32"], ["float16", "bfloat16"]))
-def test_an_enqueue_gives_what_the_graphs_function_gives(drive, dtype):
+def test_an_enqueue_gives_what_the_graphs_function_gives(run_plugin, dtype):
     cases = [
-        a_case(41, vocab_size, gamma, slots, name, dtype)
+        make_case(41, vocab_size, gamma, slots, name, dtype)
         for name in OPTIONS
         for vocab_size, gamma, slots in ((8, 0, 1), (8, 2, 300), (127, 1, 3), (2500, 4, 5))
     ]
     accepted = 0
-    got = drive(*(given for given, _ in cases))
-    for (_, same), (outcome, lines) in zip(cases, got, strict=True):
-        assert outcome == answers(verifier(dtype), same)
+    got = run_plugin(*(inputs for inputs, _ in cases))
+    for (_, function_inputs), (outcome, lines) in zip(cases, got, strict=True):
+        assert outcome == answers(verifier(dtype), function_inputs)
         assert "run 0 0" in lines and not [
             line for line in lines if "odd" in line or "not 0" in line
         ]
@@ -198,26 +199,28 @@ def test_an_enqueue_gives_what_the_graphs_function_gives(drive, dtype):
     assert accepted > 100
 
 
-def test_widths_gammas_and_broken_slots(drive):
-    given, same = a_case(42, 64, 3, 8)
-    for case in (given, same):
+def test_widths_gammas_and_broken_slots(run_plugin):
+    inputs, function_inputs = make_case(42, 64, 3, 8)
+    for case in (inputs, function_inputs):
         case["target_logits"][0, 0, 5] = np.nan
         case["gamma"][1:6] = -1, 0, 4, -(2**40), 2**33
         case["lenience"][6], case["temperature"][7] = 0, np.nan
         case["seed"][1:] = -1
-    narrow = {**given, "draft_logits": given["draft_logits"][..., :40]}
-    wide = {**given, "target_logits": given["target_logits"][..., :40], "vocab_size": 33}
-    got = drive(given, narrow, wide)
-    assert got[0][0] == answers(verifier(), same)
+    narrow = {**inputs, "draft_logits": inputs["draft_logits"][..., :40]}
+    wide = {**inputs, "target_logits": inputs["target_logits"][..., :40], "vocab_size": 33}
+    got = run_plugin(inputs, narrow, wide)
+    assert got[0][0] == answers(verifier(), function_inputs)
     assert [status for *_, status in got[0][0]] == [6, 0, 0, 2, 2, 2, 2, 2]
-    assert got[1][0] == answers(verifier(), {**same, "draft_logits": narrow["draft_logits"]})
-    same["target_logits"] = wide["target_logits"]
-    assert got[2][0] == answers(verifier(vocab_size=33), same)
+    assert got[1][0] == answers(
+        verifier(), {**function_inputs, "draft_logits": narrow["draft_logits"]}
+    )
+    function_inputs["target_logits"] = wide["target_logits"]
+    assert got[2][0] == answers(verifier(vocab_size=33), function_inputs)
     assert "stored vocab_size 33" in got[2][1]
 
 
-def test_what_it_refuses(drive):
-    good = a_case(43, 16, 2, 2)[0]
+def test_what_it_refuses(run_plugin):
+    good = make_case(43, 16, 2, 2)[0]
     many = {
         name: np.zeros((2, rows, 8), np.float32)
         for name, rows in (("target_logits", 67), ("draft_logits", 66))
@@ -228,23 +231,23 @@ def test_what_it_refuses(drive):
         "the largest logits are not": {**good, "draft_logits": good["draft_logits"][:, :1]},
         "the largest logits": {**good, **many},
     }
-    for message, (outcome, lines) in zip(cases, drive(*cases.values()), strict=True):
+    for message, (outcome, lines) in zip(cases, run_plugin(*cases.values()), strict=True):
         assert any(line.startswith(f"log: outrider::Verify: {message}") for line in lines)
         assert set(sum(outcome, ())) == {99} and not any("outrider_" in line for line in lines)
 
 
-def test_no_slots_are_nothing_to_do(drive):
-    nobody = {name: array[:0] for name, array in a_case(44, 8, 2, 1)[0].items()}
-    ((outcome, lines),) = drive(nobody)
+def test_no_slots_are_nothing_to_do(run_plugin):
+    no_slots = {name: array[:0] for name, array in make_case(44, 8, 2, 1)[0].items()}
+    ((outcome, lines),) = run_plugin(no_slots)
     assert outcome == [] and "nothing to do" in lines and "run 0 0" in lines
     assert not any("outrider_" in line for line in lines)
 
 
-def test_another_architecture_is_named(drive, library, tmp_path_factory):
+def test_another_architecture_is_named(run_plugin, library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("other")
     others = images(library, "sm_80", "sm_100", "compute_100")
     other = build_tensorrt.build(TENSORRT, folder, others)
-    ((_, lines),) = drive(a_case(45, 8, 1, 1)[0], plugin=other)
+    ((_, lines),) = run_plugin(make_case(45, 8, 1, 1)[0], plugin=other)
     assert lines[-2:] == [
         "log: outrider::Verify: no kernels for sm_90 in this library", "not attached"
     ]  # fmt: skip

@@ -18,16 +18,16 @@ namespace {
 
 thread_local int before_failure = -1; // allocations; below 0: none fails
 
-bool is_ours(void* address) {
-  Dl_info ours{}, there{};
+bool called_by_us(void* address) {
+  Dl_info ours{}, caller{};
   return dladdr(reinterpret_cast<void*>(&outrider_abi_version), &ours) != 0 &&
-         dladdr(address, &there) != 0 && ours.dli_fbase == there.dli_fbase;
+         dladdr(address, &caller) != 0 && ours.dli_fbase == caller.dli_fbase;
 }
 
 } // namespace
 
 void* operator new(std::size_t size) {
-  if (before_failure >= 0 && is_ours(__builtin_return_address(0)) && before_failure-- == 0)
+  if (before_failure >= 0 && called_by_us(__builtin_return_address(0)) && before_failure-- == 0)
     throw std::bad_alloc();
   void* const memory = std::malloc(size > 0 ? size : 1);
   if (memory == nullptr) throw std::bad_alloc();
@@ -38,27 +38,27 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
-int failures, heard;
+int failures, callback_calls;
 
-std::int32_t listen(void*, std::int64_t) { return ++heard, 0; }
+std::int32_t count_calls(void*, std::int64_t) { return ++callback_calls, 0; }
 
 // How a call ends that has all the memory it wants, after those that had not.
-template <class Call> std::int32_t insist(bool lacking, const Call& call) {
+template <class Call> std::int32_t retry_until_memory(bool allocations_fail, const Call& call) {
   for (int n = 0;; ++n) {
-    before_failure = lacking ? n : -1;
+    before_failure = allocations_fail ? n : -1;
     const std::int32_t status = call();
     before_failure = -1;
-    if (!lacking || status != OUTRIDER_FAILED_MEMORY) return status;
+    if (!allocations_fail || status != OUTRIDER_FAILED_MEMORY) return status;
     ++failures;
   }
 }
 
 // Empty where a call fails for another reason.
-std::vector<std::int64_t> text(outrider_session* session, const outrider_options& options,
-                               bool lacking) {
+std::vector<std::int64_t> generate(outrider_session* session, const outrider_options& options,
+                                   bool allocations_fail) {
   const std::int64_t prompt[] = {5, 6, 7, 5, 6};
   std::uint64_t request = 0;
-  if (insist(lacking, [&] {
+  if (retry_until_memory(allocations_fail, [&] {
         return outrider_admit(session, prompt, 5, &options, &request, nullptr);
       }) != OUTRIDER_OK)
     return {};
@@ -66,8 +66,10 @@ std::vector<std::int64_t> text(outrider_session* session, const outrider_options
   outrider_token tokens[8];
   std::int32_t count = 0, finish = OUTRIDER_RUNNING;
   while (finish == OUTRIDER_RUNNING) {
-    if (insist(lacking, [&] { return outrider_round(session, nullptr); }) != OUTRIDER_OK) return {};
-    if (insist(lacking, [&] {
+    if (retry_until_memory(allocations_fail, [&] { return outrider_round(session, nullptr); }) !=
+        OUTRIDER_OK)
+      return {};
+    if (retry_until_memory(allocations_fail, [&] {
           return outrider_take(session, request, tokens, 8, &count, &finish, nullptr);
         }) != OUTRIDER_OK)
       return {};
@@ -91,10 +93,10 @@ int main(int, char** words) {
     outrider_default_options(&options);
     options.temperature = 0.8, options.seed = 3, options.ignore_eos = 1;
     options.max_new_tokens = 30, options.logprobs = 2, options.presence_penalty = 0.5;
-    options.draft = draft, options.stop = listen;
-    const std::vector<std::int64_t> expected = text(session, options, false);
-    failures = heard = 0;
-    const bool same = text(session, options, true) == expected && heard == 30;
+    options.draft = draft, options.stop = count_calls;
+    const std::vector<std::int64_t> expected = generate(session, options, false);
+    failures = callback_calls = 0;
+    const bool same = generate(session, options, true) == expected && callback_calls == 30;
     std::printf("%d allocations failed, draft %d\n", failures, draft);
     if (!same) return 2;
   }
@@ -105,8 +107,8 @@ int main(int, char** words) {
   outrider_default_options(&options);
   const std::int64_t prompt[] = {5, 6};
   std::uint64_t request = 0;
-  for (const bool lacking : {true, false})
-    if (insist(lacking, [&] {
+  for (const bool allocations_fail : {true, false})
+    if (retry_until_memory(allocations_fail, [&] {
           return outrider_admit(broken, prompt, 2, &options, &request, nullptr);
         }) != OUTRIDER_FAILED_NUMERIC)
       return 3;

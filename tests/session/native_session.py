@@ -45,7 +45,7 @@ class Config(c.Structure):
 class Facts(c.Structure):
     _fields_ = (
         *((name, I32) for name in ("vocab_size", "max_len", "max_gamma", "slots", "has_draft",
-                                   "one_text", "end_count", "reserved")),
+                                   "output_invariant", "end_count", "reserved")),
         ("ends", c.POINTER(I64)),
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ def c_options(
 # In step with Python
 
 
-def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
+def random_options(random: Random, vocab_size: int) -> dict[str, Any]:
     """Any that go together."""
     chosen: dict[str, Any] = {
         "max_new_tokens": random.randint(1, 40),
@@ -251,13 +251,13 @@ def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
     return chosen | {"verify": random.choice(rules)}
 
 
-def same(python: Token, native: NativeToken) -> bool:
+def tokens_match(python: Token, native: NativeToken) -> bool:
     logprob = native.logprob if native.logprob == native.logprob else None
-    said = (native.id, native.origin, logprob, native.alternatives)
-    return (python.id, python.origin, python.logprob, python.alternatives) == said
+    values = (native.id, native.origin, logprob, native.alternatives)
+    return (python.id, python.origin, python.logprob, python.alternatives) == values
 
 
-def in_step(
+def compare_runtimes(
     engine: TextEngine,
     session: NativeSession,
     asked: Sequence[tuple[list[int], Mapping[str, Any]]],
@@ -271,7 +271,8 @@ def in_step(
         nonlocal compared
         sequence, options = active[number]
         found, finish = session.take(number)
-        assert len(found) == len(expected) and all(map(same, expected, found)), (options, found)
+        assert len(found) == len(expected), (options, found)
+        assert all(map(tokens_match, expected, found)), (options, found)
         compared += len(found)
         stats, own = session.stats(number), sequence.stats
         assert finish == sequence.finish_reason, options
@@ -316,7 +317,7 @@ def requests(
         (
             random.choice(stems)[: random.choice(longest)]
             + [random.randrange(vocab_size) for _ in range(random.randint(1, 4))],
-            some_options(random, vocab_size),
+            random_options(random, vocab_size),
         )
         for _ in range(count)
     ]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from checkpoints import RECURRENT, TOKENS
 from commands import CHECKOUT
-from native_session import MAX_GAMMA, NativeSession, in_step, requests
+from native_session import MAX_GAMMA, NativeSession, compare_runtimes, requests
 from rounds import cases
 from workshop import Workshop
 
@@ -32,12 +32,14 @@ TINY = [
 ]  # fmt: skip
 SLOTS = 4
 CHAINED = {"temperature": 1.0, "max_new_tokens": 40}
-USUAL = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
+INVARIANT = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
 MEASURED = {
-    "nothing": None, "usual": USUAL, "any width": replace(USUAL, widths=[1, 2, 16], others=[]),
-    "wide": replace(USUAL, widths=[5, 16], others=[1, 2]), "no row": replace(USUAL, rows=False),
-    "two kinds": replace(USUAL, widths=[2, 3], others=[1, 16]),
-    "neighbours": replace(USUAL, neighbours=False),
+    "nothing": None, "usual": INVARIANT,
+    "any width": replace(INVARIANT, widths=[1, 2, 16], others=[]),
+    "wide": replace(INVARIANT, widths=[5, 16], others=[1, 2]),
+    "no row": replace(INVARIANT, rows=False),
+    "two kinds": replace(INVARIANT, widths=[2, 3], others=[1, 16]),
+    "neighbours": replace(INVARIANT, neighbours=False),
 }  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def both(bundle: Path, **config: int) -> Iterator[tuple[TextEngine, NativeSessio
 def test_requests_join_and_leave(llama_bundle: Path, slots: int) -> None:
     random = Random(slots)
     with both(llama_bundle, slots=slots, threads=1) as (engine, session):
-        assert in_step(engine, session, requests(engine, 40, random), random) > 300
+        assert compare_runtimes(engine, session, requests(engine, 40, random), random) > 300
 
 
 @pytest.mark.parametrize("name", cases(["qwen3.5"], RECURRENT))
@@ -65,13 +67,13 @@ def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: 
     random = Random(slots)
     bundle = workshop.bundle(workshop.checkpoint(name), workshop.checkpoint(name, blur=0.2))
     with both(bundle, slots=slots, threads=1) as (engine, session):
-        assert in_step(engine, session, requests(engine, 40, random), random) > 300
+        assert compare_runtimes(engine, session, requests(engine, 40, random), random) > 300
         chained = [
             (prompt, {**CHAINED, "draft": draft, "gamma": random.randint(1, MAX_GAMMA), "seed": i})
             for i, (prompt, _) in enumerate(requests(engine, 40, random))
             for draft in random.choices(["chain", "model"], [2, 1])
         ]
-        assert in_step(engine, session, chained, random) > 300
+        assert compare_runtimes(engine, session, chained, random) > 300
         known = random.choices(range(200), k=60)  # what the first rows are of is lost by then
         for prompt, reused in ((known, 0), ([*known, 1, 2], 60), ([*known[:40], 3], 0)):
             number = session.admit(prompt, max_new_tokens=1, gamma=0)
@@ -93,13 +95,13 @@ def test_a_draft_that_cannot_read_every_token(workshop: Workshop) -> None:
             for i, (prompt, _) in enumerate(requests(engine, 8, random))
             for kind in ("model", "chain")
         ]
-        assert in_step(engine, session, asked, random) > 100
+        assert compare_runtimes(engine, session, asked, random) > 100
 
 
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
     random = Random(5)
     with both(llama_bundle, slots=2, threads=1, no_reuse=1) as (engine, session):
-        assert in_step(engine, session, requests(engine, 10, random), random)
+        assert compare_runtimes(engine, session, requests(engine, 10, random), random)
 
 
 def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
@@ -130,8 +132,8 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
     few = {"weights": weights, "draft_weights": weights} if weights else {}
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
-        assert session.facts.one_text == engine.bits.of_gamma
-        assert in_step(engine, session, requests(engine, 60, random), random) > 500
+        assert session.facts.output_invariant == engine.bits.of_gamma
+        assert compare_runtimes(engine, session, requests(engine, 60, random), random) > 500
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> 
         NativeSession(bundle, slots=1 << 16)
     assert caught.value.kind == "memory"
     with both(bundle, slots=SLOTS, threads=threads) as (engine, session):
-        assert in_step(engine, session, requests(engine, 200, random), random) > 2000
+        assert compare_runtimes(engine, session, requests(engine, 200, random), random) > 2000
 
 
 def test_what_is_refused(llama_bundle: Path) -> None:
@@ -194,7 +196,7 @@ def test_one_text_for_every_gamma_or_none(
         write_json(bundle / MANIFEST_FILE, "manifest", manifest)
     with both(bundle, threads=1, **({"plain_width": width} if width else {})) as (engine, session):
         same_text = {"gamma", "draft", "slot", "neighbour"} <= {*engine.bits.same}
-        assert session.facts.one_text == same_text
+        assert session.facts.output_invariant == same_text
         plain = {"gamma": 0, "max_new_tokens": 9, "logprobs": 0, "ignore_eos": True}
         number = session.admit([5, 6], **plain)
         logprobs = [token.logprob for token in session.tokens(number)]

@@ -32,7 +32,7 @@ from runtime.files.records import write_json
 
 HERE = Path(__file__).parent
 # Opens a bundle as a program does that has nothing of ours but the library.
-OPEN = """
+OPEN_SCRIPT = """
 import sys
 from pathlib import Path
 from runtime.files import library
@@ -45,12 +45,12 @@ except Exception as error:
 """
 
 
-SAID = StringIO()  # by the compiler of the engine
+COMPILER_OUTPUT = StringIO()  # of the engine's build
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    with redirect_stderr(SAID):
+    with redirect_stderr(COMPILER_OUTPUT):
         return compile_standins(tmp_path_factory.mktemp("standins"))
 
 
@@ -64,7 +64,8 @@ def test_as_python_says(environment: Mapping[str, str]) -> None:
 
 
 def test_it_compiles_without_a_warning(environment: Mapping[str, str]) -> None:
-    assert SAID.getvalue() == f"compile {build_tensorrt.ENGINE} with {find_compiler()[0]}\n"
+    expected = f"compile {build_tensorrt.ENGINE} with {find_compiler()[0]}\n"
+    assert COMPILER_OUTPUT.getvalue() == expected
     made = Path(environment["STANDINS"]) / f"{build_tensorrt.ENGINE}.so"
     listed = [
         subprocess.run(["nm", "-D", f"--{which}-only", made], capture_output=True, text=True).stdout
@@ -78,8 +79,8 @@ def test_older_headers_make_no_engine(tmp_path: Path) -> None:
     """Of the plugin they still make one."""
     path = tmp_path / "NvInferRuntime.h"
     path.write_text("class ICudaEngine;")
-    assert not build_tensorrt.new_enough(tmp_path)
-    assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(TENSORRT))
+    assert not build_tensorrt.can_build_engine(tmp_path)
+    assert build_tensorrt.can_build_engine(build_tensorrt.tensorrt_headers(TENSORRT))
 
 
 def test_liboutrider_needs_none_of_it() -> None:
@@ -117,7 +118,7 @@ def test_what_is_missing_is_named(
         (driver / "libcuda.so.1").write_text("no library")
     make_bundle(tmp_path / "bundle", slots=1)
     done = subprocess.run(
-        [sys.executable, "-c", OPEN, own, tmp_path / "bundle"], cwd=HERE.parents[1],
+        [sys.executable, "-c", OPEN_SCRIPT, own, tmp_path / "bundle"], cwd=HERE.parents[1],
         env={**os.environ, "LD_LIBRARY_PATH": str(driver),
              "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
         capture_output=True, text=True,

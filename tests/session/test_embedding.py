@@ -18,7 +18,7 @@ from commands import CHECKOUT
 from native_session import I64, U64, Config, Failure, NativeSession, P, c_options, library
 from samplers import instructions
 
-from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
+from plugins.tools.build import PLUGINS_FOLDER, BuildError, build_fuzz, find_compiler
 from runtime import load
 from runtime.cmake import folder, onnxruntime
 from runtime.files.errors import OutriderError
@@ -57,7 +57,7 @@ def test_headers_are_c(tmp_path: Path) -> None:
         "int main(void) { outrider_options o; outrider_default_options(&o); return o.gamma; }\n"
     )
     compiler = [*find_compiler(), "-x", "c", "-std=c99", "-fsyntax-only", *WARNINGS]
-    subprocess.run([*compiler, f"-I{HERE / 'include'}", source], check=True)
+    subprocess.run([*compiler, f"-I{PLUGINS_FOLDER / 'include'}", source], check=True)
 
 
 def compiled(compiler: Sequence[str], source: Path, place: Path) -> Path:
@@ -65,7 +65,7 @@ def compiled(compiler: Sequence[str], source: Path, place: Path) -> Path:
     found, program = find_library(), place / source.stem
     assert found is not None
     subprocess.run(
-        [*compiler, "-std=c++17", *WARNINGS, f"-I{HERE / 'include'}", source, found,
+        [*compiler, "-std=c++17", *WARNINGS, f"-I{PLUGINS_FOLDER / 'include'}", source, found,
          f"-Wl,-rpath,{found.parent}", "-o", program],
         check=True,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
     assert found.name in configured(folder()).stdout
     assert "liboutrider.so is missing" in configured(other / "cmake").stderr
     shutil.copy(found, other)
-    shutil.copytree(HERE / "include", other / "include")
+    shutil.copytree(PLUGINS_FOLDER / "include", other / "include")
     write(ABI_VERSION)
     assert f"-- {other / found.name}\n" in configured(other / "cmake").stdout
     write(ABI_VERSION + 1)

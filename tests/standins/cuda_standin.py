@@ -131,7 +131,7 @@ class FakeDriver:
         return OK, "module"
 
     def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[Error, bytes | None]:
-        known = self._emulation.outrider_emulate_knows(name) or name == self.interface
+        known = self._emulation.outrider_emulate_has_kernel(name) or name == self.interface
         return (OK, name) if known else (Error(500), None)
 
     def cuFuncLoad(self, function: bytes) -> Status:

@@ -59,7 +59,7 @@ API int fake_kernels(const char* path) {
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return 0;
   emulated_knows =
-      reinterpret_cast<decltype(emulated_knows)>(dlsym(library, "outrider_emulate_knows"));
+      reinterpret_cast<decltype(emulated_knows)>(dlsym(library, "outrider_emulate_has_kernel"));
   emulated_launch =
       reinterpret_cast<decltype(emulated_launch)>(dlsym(library, "outrider_emulate_launch"));
   return emulated_knows != nullptr && emulated_launch != nullptr ? 1 : 0;

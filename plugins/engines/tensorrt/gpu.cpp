@@ -88,7 +88,7 @@ void Cuda::check(CUresult result, const char* what, int64_t bytes) const {
     fail(OUTRIDER_FAILED_MEMORY,
          bytes > 0 ? "the GPU has no room for " + std::to_string(bytes) + " more bytes"
                    : std::string("the GPU is out of memory (") + what + ")",
-         ROOM);
+         MEMORY_REMEDY);
   const char* name = nullptr;
   driver_.cuGetErrorName(result, &name);
   fail(OUTRIDER_FAILED_BACKEND,
@@ -111,7 +111,7 @@ CUdeviceptr Cuda::allocate(int64_t bytes) {
   return address;
 }
 
-void* Cuda::pinned(int64_t bytes) {
+void* Cuda::allocate_pinned(int64_t bytes) {
   void* address = nullptr;
   pinned_.reserve(pinned_.size() + 1);
   check(driver_.cuMemHostAlloc(&address, bytes_of(bytes), 0), "cuMemHostAlloc");

@@ -14,7 +14,8 @@
 
 namespace outrider {
 
-const char ROOM[] = "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory";
+const char MEMORY_REMEDY[] =
+    "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory";
 
 // Names as in cuda.h, which maps some of them to later versions of a function.
 #define OUTRIDER_DRIVER(F)                                                                         \
@@ -58,7 +59,7 @@ public:
   // With the context current:
   int64_t free_bytes() const;
   CUdeviceptr allocate(int64_t bytes); // zeroed, in stream order
-  void* pinned(int64_t bytes);         // page-locked host memory, as asynchronous copies require
+  void* allocate_pinned(int64_t bytes); // page-locked host memory, as asynchronous copies require
   void zero(CUdeviceptr address, int64_t bytes) const;
   void upload(CUdeviceptr address, const void* from, int64_t bytes) const;
   void download(void* to, CUdeviceptr address, int64_t bytes) const;

@@ -23,8 +23,8 @@ using nvinfer1::Dims;
 static_assert(NV_TENSORRT_MAJOR >= 10, "these are the headers of TensorRT-RTX");
 
 constexpr int64_t ALIGNMENT = 256; // bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
-constexpr size_t MOST_STEPS = 256; // maximum number of contexts and graphs to keep
-const char REBUILD[] = "Build the bundle again, for this GPU and this TensorRT";
+constexpr size_t MAX_STEPS = 256; // maximum number of contexts and graphs to keep
+const char REBUILD_REMEDY[] = "Build the bundle again, for this GPU and this TensorRT";
 
 std::string version_of(int32_t number) { // as encoded by NV_TENSORRT_VERSION_INT
   return std::to_string(number / 10000) + "." + std::to_string(number / 100 % 100);
@@ -33,9 +33,9 @@ std::string version_of(int32_t number) { // as encoded by NV_TENSORRT_VERSION_IN
 // Loads TensorRT in the headers' major version, and their minor version or a later one.
 std::unique_ptr<nvinfer1::IRuntime> make_runtime(Log& log) {
   const char* const named = getenv("OUTRIDER_TENSORRT");
-  const std::string usual = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
-  const std::string path = named != nullptr && *named != '\0' ? named : usual;
-  const std::string remedy = "Set OUTRIDER_TENSORRT to the path of " + usual + ", " +
+  const std::string default_name = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
+  const std::string path = named != nullptr && *named != '\0' ? named : default_name;
+  const std::string remedy = "Set OUTRIDER_TENSORRT to the path of " + default_name + ", " +
                              version_of(NV_TENSORRT_VERSION) + " or newer";
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
@@ -53,7 +53,7 @@ std::unique_ptr<nvinfer1::IRuntime> make_runtime(Log& log) {
   std::unique_ptr<nvinfer1::IRuntime> made(
       static_cast<nvinfer1::IRuntime*>(create(&log, NV_TENSORRT_VERSION)));
   if (made == nullptr)
-    fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot start: " + log.said(),
+    fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot start: " + log.take_error(),
          "Check the GPU with nvidia-smi");
   return made;
 }
@@ -85,7 +85,7 @@ void Log::log(Severity severity, const char* message) noexcept {
   }
 }
 
-std::string Log::said() {
+std::string Log::take_error() {
   std::string found;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -104,16 +104,17 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
     fail(OUTRIDER_FAILED_BACKEND,
          std::string(spec.file) + " was compiled for" + targets + "and this GPU is " + here,
          "Build the bundle again, on this GPU");
-  int64_t most = 0;
+  int64_t max_slots = 0;
   for (int32_t i = 0; i < spec.profile_count; ++i) {
     const SizeRange* const sizes = spec.profiles + 3 * i;
     profiles_.push_back({sizes[0], sizes[1], sizes[2]});
-    most = std::max(most, sizes[0].most);
+    max_slots = std::max(max_slots, sizes[0].max);
   }
-  refuse(slots_ > most,
-         "slots=" + std::to_string(slots_) + " is over the " + std::to_string(most) +
-             " that the bundle was built for",
-         "Use " + std::to_string(most) + " or fewer, or build with SLOTS=" + std::to_string(slots_));
+  refuse_if(slots_ > max_slots,
+            "slots=" + std::to_string(slots_) + " is over the " + std::to_string(max_slots) +
+                " that the bundle was built for",
+            "Use " + std::to_string(max_slots) +
+                " or fewer, or build with SLOTS=" + std::to_string(slots_));
   const DataType type = type_of(spec.dtype);
   const int64_t item = type == DataType::kFLOAT ? 4 : 2, logits = slots_ * widest_ * vocab_size_;
   int64_t need = spec.activations + 4 * logits;
@@ -132,7 +133,7 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
   const Cuda::Current current(cuda_);
   struct stat found{};
   if (stat(spec.file, &found) == 0) need += found.st_size; // the weights
-  check_room(need);
+  check_free_memory(need);
   try {
     open(spec, type);
   } catch (...) {
@@ -153,10 +154,10 @@ void TensorRtModel::open(const ModelSpec& spec, DataType type) {
   // Allocated memory is zeroed, because masked rows are multiplied too, and 0 times NaN is NaN.
   for (Cache& cache : caches_) cache.data = cuda_.allocate(slots_ * cache.slot_bytes);
   logits_ = cuda_.allocate(4 * logits);
-  landed_ = static_cast<float*>(cuda_.pinned(4 * spec.buffers * logits));
-  ids_ = inputs(slots_ * std::max(spec.chunk, widest_));
-  position_ = inputs(slots_);
-  index_ = inputs(widest_);
+  host_logits_ = static_cast<float*>(cuda_.allocate_pinned(4 * spec.buffers * logits));
+  ids_ = allocate_inputs(slots_ * std::max(spec.chunk, widest_));
+  position_ = allocate_inputs(slots_);
+  index_ = allocate_inputs(widest_);
   cuda_.wait();
 }
 
@@ -175,7 +176,7 @@ TensorRtModel::~TensorRtModel() {
   }
 }
 
-void TensorRtModel::check_room(int64_t need) const {
+void TensorRtModel::check_free_memory(int64_t need) const {
   const int64_t free = cuda_.free_bytes();
   if (need > free)
     fail(OUTRIDER_FAILED_MEMORY,
@@ -184,18 +185,18 @@ void TensorRtModel::check_room(int64_t need) const {
          "Use fewer slots, build with a smaller MAX_LEN, or free its memory");
 }
 
-TensorRtModel::Inputs TensorRtModel::inputs(int64_t count) {
-  return {static_cast<int64_t*>(cuda_.pinned(8 * count)), cuda_.allocate(8 * count)};
+TensorRtModel::Inputs TensorRtModel::allocate_inputs(int64_t count) {
+  return {static_cast<int64_t*>(cuda_.allocate_pinned(8 * count)), cuda_.allocate(8 * count)};
 }
 
 // TensorRT copies the engine to the GPU from a mapping of the file.
 void TensorRtModel::load(const std::string& file) {
   const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat found{};
-  const bool there = descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_size > 0;
+  const bool readable = descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_size > 0;
   const auto size = static_cast<size_t>(found.st_size);
   void* const mapped =
-      there ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0) : MAP_FAILED;
+      readable ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0) : MAP_FAILED;
   if (descriptor >= 0) ::close(descriptor);
   if (mapped == MAP_FAILED)
     fail(OUTRIDER_FAILED_BUNDLE, file + " cannot be read",
@@ -203,37 +204,46 @@ void TensorRtModel::load(const std::string& file) {
   engine_.reset(runtime_->deserializeCudaEngine(mapped, size));
   munmap(mapped, size);
   if (engine_ == nullptr)
-    fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot load " + file + ": " + log_.said(), REBUILD);
+    fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot load " + file + ": " + log_.take_error(),
+         REBUILD_REMEDY);
 }
 
 // Checks that the engine has the expected tensors and updates its caches in place.
 void TensorRtModel::check_tensors(const std::string& file, DataType type) const {
-  const auto odd = [&](bool is, const std::string& what) {
-    if (is) fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot use " + file + ": " + what, REBUILD);
+  const auto refuse_file_if = [&](bool condition, const std::string& what) {
+    if (condition)
+      fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot use " + file + ": " + what, REBUILD_REMEDY);
   };
-  std::set<std::string> left = {"input_ids", "position", "logits_index", "logits"};
-  for (const Cache& cache : caches_) left.insert(cache.name), left.insert(cache.name + "_out");
+  std::set<std::string> missing_tensors = {"input_ids", "position", "logits_index", "logits"};
+  for (const Cache& cache : caches_)
+    missing_tensors.insert(cache.name), missing_tensors.insert(cache.name + "_out");
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
-    odd(left.erase(name) == 0, "it is of another graph (tensor " + name + ")");
+    refuse_file_if(missing_tensors.erase(name) == 0,
+                   "it is of another graph (tensor " + name + ")");
   }
-  odd(!left.empty(), "it is of another graph (tensor " + (left.empty() ? "" : *left.begin()) + ")");
-  odd(engine_->getTensorDataType("logits") != DataType::kFLOAT, "its logits are not float32");
+  refuse_file_if(!missing_tensors.empty(),
+                 "it is of another graph (tensor " +
+                     (missing_tensors.empty() ? "" : *missing_tensors.begin()) + ")");
+  refuse_file_if(engine_->getTensorDataType("logits") != DataType::kFLOAT,
+                 "its logits are not float32");
   for (const Cache& cache : caches_) {
     const char* const aliased = engine_->getAliasedInputTensor((cache.name + "_out").c_str());
-    odd(aliased == nullptr || cache.name != aliased, "it does not update " + cache.name + " in place");
-    odd(engine_->getTensorDataType(cache.name.c_str()) != type, cache.name + " has another type");
+    refuse_file_if(aliased == nullptr || cache.name != aliased,
+                   "it does not update " + cache.name + " in place");
+    refuse_file_if(engine_->getTensorDataType(cache.name.c_str()) != type,
+                   cache.name + " has another type");
   }
 }
 
 // The first profile that allows the call's sizes.
 int32_t TensorRtModel::profile_of(const EngineCall& call) const {
-  const int64_t asked[] = {call.batch, call.width, call.outputs};
+  const int64_t sizes[] = {call.batch, call.width, call.outputs};
   for (size_t i = 0; i < profiles_.size(); ++i) {
-    bool takes = true;
+    bool fits = true;
     for (size_t k = 0; k < 3; ++k)
-      takes &= profiles_[i][k].least <= asked[k] && asked[k] <= profiles_[i][k].most;
-    if (takes) return static_cast<int32_t>(i);
+      fits &= profiles_[i][k].min <= sizes[k] && sizes[k] <= profiles_[i][k].max;
+    if (fits) return static_cast<int32_t>(i);
   }
   fail(OUTRIDER_FAILED_BUNDLE,
        "no profile takes " + std::to_string(call.batch) + " slots x " + std::to_string(call.width) +
@@ -249,15 +259,16 @@ TensorRtModel::Context TensorRtModel::make_context(int32_t profile) {
   Context made = create();
   if (made == nullptr && !steps_.empty()) { // each has its own memory: free that of the kept ones
     drop_steps();
-    log_.said();
+    log_.take_error();
     made = create();
   }
   if (made == nullptr)
-    fail(OUTRIDER_FAILED_MEMORY, "TensorRT cannot make a context: " + log_.said(), ROOM);
+    fail(OUTRIDER_FAILED_MEMORY, "TensorRT cannot make a context: " + log_.take_error(),
+         MEMORY_REMEDY);
   made->setDeviceMemoryV2(pointer(scratch_), activations_);
   if (!made->setOptimizationProfileAsync(profile, cuda_.stream()))
     fail(OUTRIDER_FAILED_BACKEND,
-         "TensorRT refuses profile " + std::to_string(profile) + ": " + log_.said(),
+         "TensorRT refuses profile " + std::to_string(profile) + ": " + log_.take_error(),
          "Build the bundle again");
   cuda_.wait(); // the switch may copy asynchronously, from memory that it owns
   return made;
@@ -280,7 +291,7 @@ void TensorRtModel::bind(nvinfer1::IExecutionContext& context, const EngineCall&
     good = good && context.setTensorAddress((cache.name + "_out").c_str(), pointer(at)); // in place
   }
   if (!good)
-    fail(OUTRIDER_FAILED_BACKEND, "TensorRT rejects the shapes of a call: " + log_.said(),
+    fail(OUTRIDER_FAILED_BACKEND, "TensorRT rejects the shapes of a call: " + log_.take_error(),
          "Build the bundle again");
 }
 
@@ -295,7 +306,7 @@ bool TensorRtModel::enqueue(nvinfer1::IExecutionContext& context, const EngineCa
 
 void TensorRtModel::run(nvinfer1::IExecutionContext& context, const EngineCall& call) {
   if (enqueue(context, call)) return;
-  const std::string why = log_.said();
+  const std::string why = log_.take_error();
   cuda_.wait(); // enqueued work may read the context, and inputs that the next call overwrites
   fail(OUTRIDER_FAILED_BACKEND,
        "TensorRT failed on " + std::to_string(call.batch) + " slots x " +
@@ -308,7 +319,7 @@ void TensorRtModel::step(const EngineCall& call) {
   const Shape shape = {call.first, call.batch, call.width, call.outputs};
   const auto known = steps_.find(shape);
   if (known == steps_.end()) {
-    if (steps_.size() >= MOST_STEPS) drop_steps();
+    if (steps_.size() >= MAX_STEPS) drop_steps();
     Step made;
     made.context = make_context(profile_of(call));
     bind(*made.context, call);
@@ -317,10 +328,10 @@ void TensorRtModel::step(const EngineCall& call) {
     return;
   }
   Step& step = known->second;
-  if (step.graph == nullptr && !step.refused) {
+  if (step.graph == nullptr && !step.uncapturable) {
     step.graph = cuda_.capture([&] { return enqueue(*step.context, call); });
-    step.refused = step.graph == nullptr;
-    if (step.refused) log_.said(); // clear the message: this is not a failure
+    step.uncapturable = step.graph == nullptr;
+    if (step.uncapturable) log_.take_error(); // clear the message: this is not a failure
   }
   if (step.graph != nullptr) cuda_.launch(step.graph);
   else run(*step.context, call);
@@ -345,10 +356,10 @@ float* TensorRtModel::compute(const EngineCall& call) {
     bind(*context, call);
     run(*context, call);
   }
-  float* const landed = landed_ + call.buffer * slots_ * widest_ * vocab_size_;
-  cuda_.download(landed, logits_, 4 * call.batch * call.outputs * vocab_size_);
+  float* const host_logits = host_logits_ + call.buffer * slots_ * widest_ * vocab_size_;
+  cuda_.download(host_logits, logits_, 4 * call.batch * call.outputs * vocab_size_);
   cuda_.wait();
-  return landed;
+  return host_logits;
 }
 
 void TensorRtModel::wipe(int32_t slot) {

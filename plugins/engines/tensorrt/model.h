@@ -26,7 +26,7 @@ namespace outrider {
 class Log final : public nvinfer1::ILogger {
 public:
   void log(Severity severity, const char* message) noexcept override;
-  std::string said(); // the first error since the last call, as one line
+  std::string take_error(); // the first error since the last call, as one line
 
 private:
   std::mutex mutex_;
@@ -54,7 +54,7 @@ private:
   struct Step { // a kept call: a step or a verification
     Context context;
     CUgraphExec graph = nullptr;
-    bool refused = false; // it cannot be captured in a graph
+    bool uncapturable = false; // it cannot be captured in a graph
   };
   struct Inputs { // int64: ids [slots * N], positions [slots], or indices of tokens with logits [K]
     int64_t* host; // page-locked
@@ -63,9 +63,9 @@ private:
 
   void open(const ModelSpec& spec, nvinfer1::DataType type);
   void load(const std::string& file);
-  void check_room(int64_t need) const;
+  void check_free_memory(int64_t need) const;
   void check_tensors(const std::string& file, nvinfer1::DataType type) const;
-  Inputs inputs(int64_t count);
+  Inputs allocate_inputs(int64_t count);
   int32_t profile_of(const EngineCall& call) const;
   Context make_context(int32_t profile);
   void bind(nvinfer1::IExecutionContext& context, const EngineCall& call);
@@ -85,7 +85,7 @@ private:
   Inputs ids_{}, position_{}, index_{};
   CUdeviceptr scratch_ = 0, logits_ = 0; // logits: [slots * widest * V], of one call
   int64_t activations_ = 0;              // bytes of `scratch_`
-  float* landed_ = nullptr;              // [buffers, slots * widest * V] on the host, page-locked
+  float* host_logits_ = nullptr;         // [buffers, slots * widest * V] on the host, page-locked
   std::map<int32_t, Context> contexts_;  // by profile, for calls that are not captured
   std::map<Shape, Step> steps_;
 };

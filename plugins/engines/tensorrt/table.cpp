@@ -5,9 +5,9 @@
 namespace {
 
 using outrider::EngineCall;
-using outrider::guarded;
 using outrider::ModelSpec;
 using outrider::ModelTable;
+using outrider::run_guarded;
 using outrider::TensorRtModel;
 
 TensorRtModel& model_of(void* model) { return *static_cast<TensorRtModel*>(model); }
@@ -15,13 +15,13 @@ TensorRtModel& model_of(void* model) { return *static_cast<TensorRtModel*>(model
 constexpr ModelTable TABLE = {
     outrider::MODEL_TABLE,
     [](const ModelSpec* spec, void** model, outrider_failure* failure) {
-      return guarded(failure, [&] { *model = new TensorRtModel(*spec); });
+      return run_guarded(failure, [&] { *model = new TensorRtModel(*spec); });
     },
     [](void* model, const EngineCall* call, float** logits, outrider_failure* failure) {
-      return guarded(failure, [&] { *logits = model_of(model).compute(*call); });
+      return run_guarded(failure, [&] { *logits = model_of(model).compute(*call); });
     },
     [](void* model, int32_t slot, outrider_failure* failure) {
-      return guarded(failure, [&] { model_of(model).wipe(slot); });
+      return run_guarded(failure, [&] { model_of(model).wipe(slot); });
     },
     [](void* model) { delete static_cast<TensorRtModel*>(model); },
 };
