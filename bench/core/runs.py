@@ -17,9 +17,9 @@ from runtime.files.errors import OutriderError
 from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
 
-from .clock import DISTURBED, Clock, order, undisturbed
+from .clock import LOST_LIMIT, Clock, order, select_undisturbed
 from .fit import ratio_estimates, rounded
-from .record import Run, recorded
+from .record import Run, record_run
 
 WARM_UP = 24  # tokens
 PASSES = 3  # at most, over a text that was disturbed
@@ -72,7 +72,7 @@ def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
 def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
     """Decode exactly `tokens` tokens; end-of-text tokens are ignored."""
     options = {**way.options, "max_new_tokens": tokens, "seed": seed, "ignore_eos": True}
-    return recorded(way.engine, lambda: way.engine.generate(prompt, **options))
+    return record_run(way.engine, lambda: way.engine.generate(prompt, **options))
 
 
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ def decode_all(
             best, least = runs, worst
         if again:
             clock.patience -= time.perf_counter() - begin
-        if worst <= DISTURBED or clock.patience <= 0:
+        if worst <= LOST_LIMIT or clock.patience <= 0:
             break
     return {name: best[name] for name in ways}
 
@@ -130,7 +130,7 @@ def disturbance(texts: Texts[Any]) -> float:
 
 def quiet(texts: Texts[Name]) -> list[Mapping[Name, Run]]:
     """The texts with no disturbed run; if these are fewer than half, the less disturbed half."""
-    return undisturbed(texts, lambda text: disturbance([text]), (len(texts) + 1) // 2)
+    return select_undisturbed(texts, lambda text: disturbance([text]), (len(texts) + 1) // 2)
 
 
 def gain(texts: Texts[Name], way: Name, plain: Name) -> Gain:

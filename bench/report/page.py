@@ -28,8 +28,8 @@ from runtime.theory.measure import told
 
 from ..core import machine
 from ..core.clock import Clock
-from ..core.command import check_place
-from ..core.plot import BLUE, ORANGE, RED, png
+from ..core.command import check_writable
+from ..core.plot import BLUE, ORANGE, RED, render_png
 from ..core.prompts import PROMPTS
 from .numbers import REPEATS, Measurement, take
 
@@ -41,7 +41,7 @@ BUSY = 0.1  # value of `Measurement.lost` above which the page shows a warning
 def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
     """The page as HTML. text: `told` of the measurement. Text from models, prompts and bundles is
     escaped."""
-    image = png(lambda axes: speed_plot(axes, m))
+    image = render_png(lambda axes: speed_plot(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -88,7 +88,7 @@ def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict
             if m is not None
         },
         "Backend": ", ".join([manifest.backend, *manifest.gpu_targets()]),
-        "Machine": machine.sentence(about),
+        "Machine": machine.summary_line(about),
         "Versions": ", ".join(
             f"{k} {v}" for k, v in {**about["versions"], **manifest.versions}.items() if v
         ),
@@ -100,7 +100,7 @@ def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict
 def check_page(page: Path) -> None:
     """Raises OutriderError("disk") if a file that is not a report page would be replaced, or if the
     folder is not writable."""
-    check_place(page.parent)
+    check_writable(page.parent)
     if page.exists() and MARK not in page.read_bytes()[:2000]:
         raise OutriderError(
             "disk", f"{page} exists and is not a report page", "Choose another --out."

@@ -22,13 +22,13 @@ from runtime.round import HostRounds
 from runtime.text.engine import TextEngine
 
 from ..core import machine, runs
-from ..core.clock import DISTURBED, Clock
+from ..core.clock import LOST_LIMIT, Clock
 from ..core.command import Results, Suite, bundle_option
-from ..core.costs import of_rounds, plain_steps, predicted, total
+from ..core.costs import costs_from_rounds, describe_plain_steps, predicted_speedup, total_stats
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import Texts, Way, gain
-from ..core.table import Column, Table, table_of
+from ..core.table import Column, Table, make_table
 
 PLAIN = "plain"
 CORPUS = "ngram + corpus"
@@ -101,29 +101,31 @@ def figures(texts: Texts[str], most: int) -> dict[str, Any]:
 
     Times come from the undisturbed texts, counts from all.
     """
-    kept = runs.quiet(texts)
+    undisturbed = runs.quiet(texts)
     names = [name for name in texts[0] if name != PLAIN]
-    costs = of_rounds(
-        [text[PLAIN] for text in kept], [text[name] for text in kept for name in names], most
+    costs = costs_from_rounds(
+        [text[PLAIN] for text in undisturbed],
+        [text[name] for text in undisturbed for name in names],
+        most,
     )
-    rows, gains = dict[str, Any](), {name: gain(kept, name, PLAIN) for name in names}
+    rows, gains = dict[str, Any](), {name: gain(undisturbed, name, PLAIN) for name in names}
     for name in names:
         mine = [text[name] for text in texts]
-        stats = total(mine)
-        gammas = [x.gamma for text in kept for x in text[name].rounds]
+        stats = total_stats(mine)
+        gammas = [x.gamma for text in undisturbed for x in text[name].rounds]
         rows[name] = {
             "alpha": rounded(stats.acceptance_rate),
             "tau": rounded(stats.mean_acceptance_length),
             "drafted_of_a_round": rounded(stats.drafted / stats.rounds),
             "accepted_of_drafted": rounded(stats.accepted / max(1, stats.drafted)),
             "speedup": gains[name].json_object(),
-            "predicted": rounded(predicted(stats.acceptance_rate, gammas, costs)),
+            "predicted": rounded(predicted_speedup(stats.acceptance_rate, gammas, costs)),
         }
-    every = total(text[name] for text in texts for name in names)
+    every = total_stats(text[name] for text in texts for name in names)
     return {
         "alpha": rounded(every.acceptance_rate),
         "best": max(names, key=lambda name: gains[name].total),
-        "texts": len(kept), "lost": rounded(runs.disturbance(kept)),
+        "texts": len(undisturbed), "lost": rounded(runs.disturbance(undisturbed)),
         "rows": rows,
     }  # fmt: skip
 
@@ -186,24 +188,25 @@ def tables(results: Results) -> list[Table]:
     sections: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for group in results["groups"]:
         for way, row in group["rows"].items():
-            values = {**row, **row["speedup"], "disturbed": group["lost"] > DISTURBED}
+            values = {**row, **row["speedup"], "disturbed": group["lost"] > LOST_LIMIT}
             if group["section"] == TABLE_3:
                 if way != group["best"]:
                     continue
                 values["alpha"] = group["alpha"]
             sections.setdefault(group["section"], []).append((f"{group['name']}, {way}", values))
-    return [table_of(section, rows, COLUMNS) for section, rows in sections.items()]
+    return [make_table(section, rows, COLUMNS) for section, rows in sections.items()]
 
 
 def heading(results: Results) -> str:
     """The conditions of the figures."""
     return (
-        f"{machine.sentence(results['machine'])}; {results['texts']} prompts per kind, "
+        f"{machine.summary_line(results['machine'])}; {results['texts']} prompts per kind, "
         f"{results['tokens']} tokens each; tables and corpus of {results['counted_tokens']:,} "
         "tokens. drafted: tokens per round; accepted: share of the drafted tokens; speed: relative "
         "to plain decoding, over all texts, without the prefill "
-        f"({plain_steps(results['plain_width'])}); median: of the texts' speeds; predicted: by "
-        "Theorem 3.8 with the costs of this run. * other processes took over 2 % of the time"
+        f"({describe_plain_steps(results['plain_width'])}); median: of the texts' speeds; "
+        "predicted: by Theorem 3.8 with the costs of this run. * other processes took over 2 % of "
+        "the time"
     )
 
 

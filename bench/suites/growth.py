@@ -23,10 +23,10 @@ from runtime.files.manifest import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
 from ..core import machine
-from ..core.clock import ENOUGH, Clock, Sample, figure, order, turns
+from ..core.clock import MIN_SAMPLES, Clock, Sample, median_time, order, turns
 from ..core.command import Results, Suite
 from ..core.costs import row_bytes
-from ..core.fit import marginal, power, rounded
+from ..core.fit import fit_power_law, fit_shifted_power_law, rounded
 from ..core.pair import SHAPES, TARGET, Shape
 from ..core.pair.grow import grow
 from ..core.prompts import Prompts
@@ -115,8 +115,8 @@ class Growing:
 
     def timed(self, x: float, samples: Sequence[Sample], read: float) -> Point:
         """A point from samples. read: bytes, for the floor."""
-        found, floor = figure(samples), 1e3 * read / self.reader.bandwidth
-        quiet = found.kept >= min(found.taken, ENOUGH)
+        found, floor = median_time(samples), 1e3 * read / self.reader.bandwidth
+        quiet = found.kept >= min(found.taken, MIN_SAMPLES)
         return point(x, found.ms, floor, quiet=quiet)
 
     def opened(self, places: Sequence[Place], positions: Sequence[int]) -> dict[Place, list[Told]]:
@@ -142,12 +142,12 @@ class Growing:
 def by_prompt(run: Growing) -> Curves:
     """Time to the first token, and time per token after it."""
     target, samples = run.scale.target, defaultdict[tuple[str, int], list[Sample]](list)
-    prompts = {n: cycle(run.prompts.many("completion", ENOUGH, n)) for n in PROMPTS}
+    prompts = {n: cycle(run.prompts.many("completion", MIN_SAMPLES, n)) for n in PROMPTS}
     with run.peer(target) as peer:
         for _ in range(WARM_UPS):
             peer.generate(Request([next(prompts[PROMPTS[0]])], TOKENS))
         patience = len(PROMPTS) * run.scale.patience
-        for turn in turns(samples, least=ENOUGH, wanted=ENOUGH, patience=patience):
+        for turn in turns(samples, min_turns=MIN_SAMPLES, wanted=MIN_SAMPLES, patience=patience):
             for n in order(PROMPTS, turn):
                 (text,) = peer.generate(Request([next(prompts[n])], TOKENS))
                 samples["first token", n].append(text.first)
@@ -218,7 +218,7 @@ def run(growing: Growing) -> dict[str, Any]:
 def heading(results: Results) -> str:
     """The conditions of the figures."""
     return (
-        f"{machine.sentence(results['machine'])}; the target is {results['target']} in "
+        f"{machine.summary_line(results['machine'])}; the target is {results['target']} in "
         f"{results['precision']}; memory is read at "
         f"{results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
         "time: do not quote exponents of such points"
@@ -244,7 +244,7 @@ def tables(results: Results) -> list[Table]:
 def exponents(points: Sequence[Point], unit: str) -> str:
     """A description of a curve's exponents."""
     x, y = [p["x"] for p in points], [p["y"] for p in points]
-    line, beyond = power(x, y), marginal(x, y)
+    line, beyond = fit_power_law(x, y), fit_shifted_power_law(x, y)
     if line is None:
         return "no fit: too few points"
     if beyond is None:

@@ -18,7 +18,7 @@ from runtime.sequence import Request as Asked
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
-from ..core.clock import Sample, sampled
+from ..core.clock import Sample, sample_in_turn
 from ..core.pair import bundle
 from .protocol import Request, Setup, Steps
 from .worker import Arrivals
@@ -107,9 +107,9 @@ class OutriderWorker:
         if decoder.draft is not None:
             calls["draft"] = call(decoder.draft, 1)
         with self.engine.undisturbed():
-            for work in [*calls.values()] * (WARM_UPS - 1):  # `sampled` does the last one
+            for work in [*calls.values()] * (WARM_UPS - 1):  # `sample_in_turn` does the last one
                 work()
-            return sampled(calls, rounds=request.rounds, patience=request.patience)
+            return sample_in_turn(calls, rounds=request.rounds, patience=request.patience)
 
 
 def _options(request: Request) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Request:
 class Steps:
     """A request to time calls of Outrider's engines alone: a step of the draft, if there is one,
     and of the target with each number of tokens in `widths`, in each of `slots`, at row `position`.
-    rounds, patience: as in `clock.sampled`."""
+    rounds, patience: as in `clock.sample_in_turn`."""
 
     position: int
     widths: list[int]

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..core.cache import cached_folder, run_module
 from ..core.clock import lost_seconds, sample
-from ..core.kept import kept, run_module
-from ..core.machine import resident
+from ..core.machine import resident_memory
 from . import SYSTEMS
 from .protocol import Request, Setup, Steps, Text, Unavailable
 
@@ -72,7 +72,7 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
         if said := run_module(module, *arguments):
             raise RuntimeError(f"{module} cannot convert the checkpoint: {said}")
 
-    return kept(folder, [checkpoint], convert)
+    return cached_folder(folder, [checkpoint], convert)
 
 
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
@@ -105,14 +105,14 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     try:
         module, kind = SYSTEMS[name].worker.split(".")
         made = getattr(importlib.import_module(f".{module}", __package__), kind)
-        facts["before"], _ = resident()
+        facts["before"], _ = resident_memory()
         worker: Worker = made(setup)
         taken = sample(lambda: facts.update(worker.load()))
     except Exception as error:  # noqa: BLE001 - any failure becomes the reason why it is missing
         pipe.send(_failed(error))
         return
     facts |= {"load_seconds": taken.seconds, "load_lost": taken.lost}
-    pipe.send({**facts, "loaded": resident()[1]})
+    pipe.send({**facts, "loaded": resident_memory()[1]})
     while True:
         try:
             request = pipe.recv()
@@ -135,5 +135,5 @@ def _answer(worker: Any, request: Request | Steps) -> Any:
     arrivals = Arrivals(len(request.prompts))
     worker.generate(request, arrivals)
     for text in arrivals.texts:
-        _, text.peak = resident()
+        _, text.peak = resident_memory()
     return arrivals.texts

@@ -14,7 +14,7 @@ from test_core import a_round, a_run
 
 from bench.core import runs
 from bench.core.clock import Clock
-from bench.core.costs import total
+from bench.core.costs import total_stats
 from bench.core.prompts import Prompts
 from bench.core.runs import Way
 from bench.suites import drafts
@@ -188,7 +188,7 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
             if teller is fixed:
                 sampler.story = retold.story(engine, prompt, 64, seed, options)
             decoded.append(runs.decode(Way(teller, {**options, "gamma": 3}), prompt, 64, seed))
-        return total(decoded).acceptance_rate
+        return total_stats(decoded).acceptance_rate
 
     free, told, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
     assert told == pytest.approx(free, abs=0.12) and hot < free - 0.2

@@ -11,7 +11,7 @@ from test_core import CODE, PROSE, page_of
 from test_side import SPARSE, Pretender
 
 from bench.core import pair
-from bench.core.clock import DISTURBED, Clock, Sample
+from bench.core.clock import LOST_LIMIT, Clock, Sample
 from bench.core.machine import MemoryReader
 from bench.core.prompts import Prompts
 from bench.suites import growth
@@ -75,7 +75,7 @@ def test_every_curve_and_what_is_told_of_it(growing: Growing) -> None:
     assert (ends["load"]["x"], ends["load"]["y"]) == (46e6, 1840)
     peak = ends["peak of memory"]
     assert (peak["y"], peak["floor"]) == pytest.approx((368e6 / 2**20, 185e6 / 2**20), rel=1e-3)
-    assert not growing.timed(1, [Sample(1.0, 2 * DISTURBED)] * 9, 1)["quiet"]
+    assert not growing.timed(1, [Sample(1.0, 2 * LOST_LIMIT)] * 9, 1)["quiet"]
     assert "model size: parameters" in page_of(SUITE, results)
 
 

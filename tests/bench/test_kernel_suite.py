@@ -13,7 +13,7 @@ from enumeration import Models, output_joint
 from samplers import open_backend
 
 from bench.core.fit import ratio_estimates
-from bench.core.table import update
+from bench.core.table import insert_tables
 from bench.suites.kernel import sigmoid, suite, times
 from bench.suites.kernel.points import less, points_of
 from bench.suites.kernel.rounds import RULES, Round, random_logits
@@ -152,4 +152,4 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
     tables = [table for table in suite.tables(results) if table.name]
     assert len(tables) == 3
     # Of one sample each, so marked as disturbed.
-    assert "| V = 2,048 * |" in document.read_text() == update(document.read_text(), tables)
+    assert "| V = 2,048 * |" in document.read_text() == insert_tables(document.read_text(), tables)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from workshop import Workshop
 
 from bench.core import pair as pairs
-from bench.core.kept import kept
+from bench.core.cache import cached_folder
 from bench.suites.side.run import MEASURED
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
@@ -227,7 +227,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
     if name == "outrider":  # as if it had built the pair before
         folder, sources = pairs.place(target, draft, tmp_path, max_len=CONTEXT)
         made = workshop.bundle(target, draft)
-        kept(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
+        cached_folder(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
     with Peer(name, target, draft=draft, slots=2, work=tmp_path, max_len=CONTEXT) as peer:
         _together(peer)
         if name == "outrider":

@@ -15,7 +15,7 @@ from pathlib import Path
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.manifest import TOKENIZER_FILE
 
-from ..kept import kept, run_module
+from ..cache import cached_folder, run_module
 from ..machine import CHECKOUT
 from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
 
@@ -125,7 +125,7 @@ def bundle(
         _run("export", *models, *weights, "--out", graphs, "--max-len", max_len)
         _run("engines", "--graphs", graphs, "--out", folder)
 
-    return kept(folder, sources, make)
+    return cached_folder(folder, sources, make)
 
 
 def _run(module: str, *arguments: object) -> None:

@@ -176,8 +176,8 @@ def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict
 def as_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Round to bfloat16, halves to even, and convert back to float32."""
     bits = numbers.view(np.uint32)
-    kept: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
-    return kept.view(np.float32)
+    rounded: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
 
 
 def open_pair(folder: Path, device: str, **options: Any) -> TextEngine:

@@ -22,7 +22,7 @@ from runtime import Options, TextEngine
 from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock, sample
-from ...core.costs import Traffic, total
+from ...core.costs import Traffic, total_stats
 from ...core.record import Run
 from ...core.runs import Way, decode_all, gain
 from .constructed import (
@@ -180,9 +180,9 @@ class Times:
         return {f"temperature {temperature:g}, gamma {g}": row for g, row in rows.items()}
 
     def _row(self, gamma: int, texts: Sequence[Run]) -> dict[str, Any]:
-        stats = total(texts)
+        stats = total_stats(texts)
         device = stats.time_draft + stats.time_verify
-        size = self.traffic.of_round(gamma)
+        size = self.traffic.round_bytes(gamma)
         row: dict[str, Any] = {
             "rounds": stats.rounds,
             "tokens_per_second": round(statistics.median(1 / x.stats.tpot for x in texts), 2),

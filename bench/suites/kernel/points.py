@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ...core.clock import ENOUGH
-from ...core.table import Column, Table, table_of
+from ...core.clock import MIN_SAMPLES
+from ...core.table import Column, Table, make_table
 
 Point = dict[str, Any]
 
@@ -39,7 +39,7 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
             }
         for a, b in permutations(ms, 2):
             made |= {f"{a} / {b}": ms[a] / ms[b], less(a, b): 1 - ms[a] / ms[b]}
-        made["disturbed"] = any(figure["kept"] < ENOUGH for figure in p["times"].values())
+        made["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
         points.append(made)
     return points
 
@@ -49,7 +49,7 @@ def points_table(
 ) -> Table:
     """One row per point, without the columns for which nothing was timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]
-    return replace(table_of(title, rows, columns), name=name)
+    return replace(make_table(title, rows, columns), name=name)
 
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:

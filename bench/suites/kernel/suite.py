@@ -23,7 +23,7 @@ from runtime.bundle import load
 
 from ...core.clock import Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.table import Column, Table, table_of
+from ...core.table import Column, Table, make_table
 from . import times
 from .points import less, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
@@ -145,7 +145,7 @@ def rules_table(results: Results) -> Table:
         ("to_target", "TV to target", ",.4f"),
         ("to_draft", "TV to draft", ".2g"),
     ]
-    return replace(table_of(title, rows, columns), name="scaling")
+    return replace(make_table(title, rows, columns), name="scaling")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

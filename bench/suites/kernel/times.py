@@ -14,7 +14,7 @@ from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 
 from ...core import machine
-from ...core.clock import Clock, figure, sampled
+from ...core.clock import Clock, median_time, sample_in_turn
 from ...core.fit import rounded
 from .rounds import VARIANTS, Round, disagreements, random_logits
 
@@ -108,7 +108,7 @@ def run(
             for v in variants
         }
         points.append(measure(rounds, calls))
-        sampled({"read": reader}, rounds=2, patience=1)
+        sample_in_turn({"read": reader}, rounds=2, patience=1)
     return {
         "machine": machine.describe(args.threads),
         "instruction_set": library.outrider_instruction_set().decode(),
@@ -148,8 +148,8 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
         for round_ in one:
             round_.target.max(), round_.draft.max()
 
-    samples = sampled({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
-    taken = {name: figure(samples[name]) for name in work}
+    samples = sample_in_turn({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
+    taken = {name: median_time(samples[name]) for name in work}
     times = {
         name: {"ms": rounded(each.ms / len(one)), "kept": each.kept} for name, each in taken.items()
     }

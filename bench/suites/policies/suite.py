@@ -18,14 +18,14 @@ from models.corpus import collect
 from runtime.text.engine import TextEngine
 
 from ...core import machine, runs
-from ...core.clock import DISTURBED, Clock
+from ...core.clock import LOST_LIMIT, Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.costs import plain_steps, total
+from ...core.costs import describe_plain_steps, total_stats
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
 from ...core.runs import Texts, Way, gain
-from ...core.table import Column, Table, table_of
+from ...core.table import Column, Table, make_table
 from .retold import retelling, story
 
 AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
@@ -111,8 +111,8 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
     plain decoding compared with itself, from timing only.
     """
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
-    drafting = total(text[gamma] for text in texts for gamma in gammas[1:])
-    plain = total([text[PLAIN] for text in texts])
+    drafting = total_stats(text[gamma] for text in texts for gamma in gammas[1:])
+    plain = total_stats([text[PLAIN] for text in texts])
     speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
     best = max(gammas, key=speeds.__getitem__)
     near = gain(texts, AUTO, best)
@@ -155,8 +155,8 @@ def fallback(
             runs.decode_all(ways, prompt, scale.long, seed, clock)
             for seed, prompt in enumerate(prompts[: scale.fallback])
         ]
-        kept = runs.quiet(texts)
-        found[name] = {way: loss(kept, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
+        undisturbed = runs.quiet(texts)
+        found[name] = {way: loss(undisturbed, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
     return found
 
 
@@ -165,7 +165,7 @@ def loss(texts: Texts[str], way: str) -> float:
     return rounded(1 - gain(texts, way, PLAIN).total)
 
 
-def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
+def record_acceptances(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
     """For each workload and text, whether a draft token would be accepted ("1") at each position
     after the prompt. tests/support/acceptance.json has these for 16 texts."""
     engine = runs.load_pair(folder, 1)
@@ -186,8 +186,8 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     most = engine.decoder.max_gamma
     clock.note("reading the bundled pair's corpus")
     loads = workloads(engine, scale)
-    kept = stream(engine, loads, scale, clock)
-    kept[ALL] = [text for some in kept.values() for text in some]
+    by_workload = stream(engine, loads, scale, clock)
+    by_workload[ALL] = [text for some in by_workload.values() for text in some]
     return {
         "bundle": engine.manifest.name,
         "machine": machine.describe(threads),
@@ -195,7 +195,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.long,
-        "workloads": {name: outcome(some, most) for name, some in kept.items()},
+        "workloads": {name: outcome(some, most) for name, some in by_workload.items()},
         "fallback": fallback(engine, [*loads.values()][-1], scale, clock),
     }
 
@@ -225,7 +225,7 @@ def tables(results: Results) -> list[Table]:
         ("noise", "noise", ".1%"),
     ]  # fmt: skip
     speeds = (
-        (name, {**x, **x["speeds"], "disturbed": x["lost"] > DISTURBED})
+        (name, {**x, **x["speeds"], "disturbed": x["lost"] > LOST_LIMIT})
         for name, x in loads.items()
     )
     lost = (
@@ -237,9 +237,9 @@ def tables(results: Results) -> list[Table]:
     busy = f"The noise of a speed is {noise:.1%}: use more texts or a quieter machine."
     told = [[goal, f"{value:.3f}", "yes" if met else "no"] for goal, value, met in goals(results)]
     return [
-        table_of("Speed relative to plain decoding, by gamma and policy", speeds, columns,
+        make_table("Speed relative to plain decoding, by gamma and policy", speeds, columns,
                  [busy] if noise > NOISE else []),
-        table_of(f"Loss compared with plain decoding, texts of {results['long']} tokens", lost,
+        make_table(f"Loss compared with plain decoding, texts of {results['long']} tokens", lost,
                  [("loss", "loss", "+.1%")]),
         Table("Goals", ["", "measured", "met"], told),
     ]  # fmt: skip
@@ -248,8 +248,8 @@ def tables(results: Results) -> list[Table]:
 def heading(results: Results) -> str:
     """The conditions of the figures."""
     return (
-        f"{machine.sentence(results['machine'])}; {results['texts']} texts of "
-        f"{results['tokens']} tokens per workload; {plain_steps(results['plain_width'])}. "
+        f"{machine.summary_line(results['machine'])}; {results['texts']} texts of "
+        f"{results['tokens']} tokens per workload; {describe_plain_steps(results['plain_width'])}. "
         "* other processes took over 2 % of the time"
     )
 

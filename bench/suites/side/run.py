@@ -21,7 +21,7 @@ from runtime.theory.formulas import expected_tokens
 
 from ...core import costs
 from ...core.clock import Clock, order
-from ...core.costs import Traffic, predicted, row_bytes, verification
+from ...core.costs import Traffic, predicted_speedup, row_bytes, verify_cost
 from ...core.pair import Pair
 from ...systems.peer import Peer
 from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable, decoding
@@ -247,7 +247,7 @@ class SideRun:
         if (name := "costs of outrider") not in self.missing:
             with self.lacking(name):
                 steps = Steps(position, list(range(1, GAMMA + 2)))
-                return costs.of_calls(peers["outrider float32"].steps(steps))
+                return costs.costs_from_calls(peers["outrider float32"].steps(steps))
         return None
 
     def memory(self, chosen: Sequence[System], prompt: list[int]) -> dict[str, dict[str, float]]:
@@ -321,9 +321,9 @@ def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
         found |= {"spent": sum(notes[part] for part in ROUND), "host": notes["time_host"]}
         found["pace"] = found["spent"] / (notes["output_tokens"] - 1)
     if mode in ("plain", "lookup"):  # a lookup reads no weights
-        found["bytes"] = len(rounds) * traffic.of_round()
+        found["bytes"] = len(rounds) * traffic.round_bytes()
     elif found.get("drafting"):
-        found["bytes"] = len(rounds) * traffic.of_round(found["drafted"] / found["drafting"])
+        found["bytes"] = len(rounds) * traffic.round_bytes(found["drafted"] / found["drafting"])
     return found
 
 
@@ -358,9 +358,9 @@ def theory(plain: Told, fast: Told, costs: RoundCosts) -> Told:
         return {}
     # The last round may draft fewer tokens, so gamma need not be an integer.
     alpha, gamma = fast["accepted"] / fast["examined"], fast["drafted"] / fast["drafting"]
-    measured, expected = plain["pace"] / fast["pace"], predicted(alpha, [gamma], costs)
+    measured, expected = plain["pace"] / fast["pace"], predicted_speedup(alpha, [gamma], costs)
     return {
-        "alpha": alpha, "c": costs.draft, "verify": verification(costs, gamma),
+        "alpha": alpha, "c": costs.draft, "verify": verify_cost(costs, gamma),
         "given": fast["tokens"] / fast["rounds"], "expected": expected_tokens(alpha, gamma),
         "predicted": expected, "measured": measured, "quotient": measured / expected,
     }  # fmt: skip

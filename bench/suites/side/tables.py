@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...core.clock import DISTURBED
+from ...core.clock import LOST_LIMIT
 from ...core.command import Results
-from ...core.costs import plain_steps
+from ...core.costs import describe_plain_steps
 from ...core.fit import Spread
-from ...core.machine import sentence
+from ...core.machine import summary_line
 from ...core.pair import SEQ2SEQ
-from ...core.table import MARKED, Column, Table, table_of
+from ...core.table import DISTURBED_MARK, Column, Table, make_table
 from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
@@ -81,7 +81,7 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     found |= {"speed": 1 / found["token"]}
     found |= {key: 1e3 * found[key] for key in ("first", "encode", "whole") if key in found}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
-    found["disturbed"] = 2 * sum(t["lost"] > DISTURBED for t in texts) > len(texts)
+    found["disturbed"] = 2 * sum(t["lost"] > LOST_LIMIT for t in texts) > len(texts)
     bases = BASE, LLAMA, Q4, CT2, CT2_INT8, OWN
     gains = {base: ratios(rows, name, base) for base in bases}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
@@ -98,17 +98,17 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
     }
     if group != SHARED:
         every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
-        return [table_of(title, every, SPEEDS)]
+        return [make_table(title, every, SPEEDS)]
 
     def speed(figure: Mapping[str, Any]) -> str | None:
-        return f"{figure['speed']:,.1f}{MARKED * figure['disturbed']}" if figure else None
+        return f"{figure['speed']:,.1f}{DISTURBED_MARK * figure['disturbed']}" if figure else None
 
     rows = [row for cell in cells for row in cell["rows"]]
     whole = {name: figures(rows, name, rate) for name in results["systems"]}
     there = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
     return [
-        table_of(title, [(name, whole[name]) for name, _ in there], SPEEDS),
-        table_of(f"Tokens per second, temperature {cells[0]['temperature']:g}", there,
+        make_table(title, [(name, whole[name]) for name, _ in there], SPEEDS),
+        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", there,
                  [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
@@ -134,14 +134,15 @@ def tables(results: Results) -> list[Table]:
         for name, sizes in results["memory"].items()
     ]
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
+    wanted = [] if results["pair"]["alpha_wanted"] is None else goals(results)
     every = [
         *made,
-        table_of("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
-        table_of("Memory, one process each", memory, MEMORY),
-        table_of("Time to load the target, from converted files", loads, LOADS,
+        make_table("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
+        make_table("Memory, one process each", memory, MEMORY),
+        make_table("Time to load the target, from converted files", loads, LOADS,
                  ["For Outrider this includes the draft, unless the process decodes without it."]),
-        table_of("Missing", missing, [("why", "reason", "")]),
-        table_of("Goals", [] if results["pair"]["alpha_wanted"] is None else goals(results), GOAL),
+        make_table("Missing", missing, [("why", "reason", "")]),
+        make_table("Goals", wanted, GOAL),
     ]  # fmt: skip
     return [table for table in every if table.rows]
 
@@ -232,12 +233,12 @@ def heading(results: Results) -> str:
     """The conditions of the figures: the machine, the pair, the floor."""
     pair, rate = results["pair"], results["bytes_per_second"]
     widths = (facts.get("plain_width", 0) for facts in results["facts"].values())
-    plain = "".join(f"; {plain_steps(width)}" for width in {*widths} - {0})
+    plain = "".join(f"; {describe_plain_steps(width)}" for width in {*widths} - {0})
     models: str = pair["shape"]
     if pair["alpha_wanted"] is not None:
         models = f"a pair of shape {models}, requested acceptance rate {pair['alpha_wanted']:g}"
     return (
-        f"{sentence(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
+        f"{summary_line(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
         f"read at {rate / 1e9:.1f} GB/s; the floor of a token is the time to read the weights and "
         "the cache of its round at that rate. Ratios are computed prompt by prompt; the median is "
         "given. * other processes took over 2 % of the time of most texts."
