@@ -47,9 +47,9 @@ class Suite:
     about: its help text; the first paragraph summarises what it measures. quick: help text of
     --quick. options: adds further options. measure: takes the options and a clock for progress
     notes, and returns the JSON object. tables, heading: output computed from that object. threads:
-    whether there is an option --threads. places: prefixes of the names of tables that have a place
-    in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its last
-    line is the JSON object.
+    whether there is an option --threads. table_prefixes: prefixes of the names of tables that have
+    a place in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its
+    last line is the JSON object.
     """
 
     name: str
@@ -60,23 +60,23 @@ class Suite:
     heading: Callable[[Results], str] = lambda results: machine.summary_line(results["machine"])
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     threads: bool = True
-    places: Sequence[str] = ()
+    table_prefixes: Sequence[str] = ()
 
     def parser(self) -> argparse.ArgumentParser:
-        made = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
-        add = made.add_argument
+        parser = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
+        add = parser.add_argument
         add("--quick", action="store_true", help=self.quick)
-        made.set_defaults(threads=machine.physical_cores(), update=None)
+        parser.set_defaults(threads=machine.physical_cores(), update=None)
         if self.threads:
             add("--threads", type=positive_int, metavar="N",
                 help="number of CPU threads (default: %(default)s)")  # fmt: skip
         add("--out", type=Path, metavar="DIR",
             help=f"also write {self.name}.json and {self.name}.md to this folder")  # fmt: skip
-        if self.places:
+        if self.table_prefixes:
             add("--update", type=Path, metavar="PAGE",
                 help="replace the tables that have a place in this document")  # fmt: skip
-        self.options(made)
-        return made
+        self.options(parser)
+        return parser
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the command line; returns the exit status."""
@@ -93,7 +93,7 @@ class Suite:
                 f"{args.update} has no place for a table {name}",
                 f"Add the lines <!-- {name}… --> and <!-- end -->.",
             )
-            for name in self.places
+            for name in self.table_prefixes
         )
         results = self.measure(args, clock)
         results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
@@ -102,8 +102,8 @@ class Suite:
         line = json.dumps(results, separators=(",", ":"))
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            told = (table.text(markdown=True) for table in tables)
-            page = "\n".join([textwrap.fill(heading, PAGE_WIDTH), "", *told])
+            blocks = (table.text(markdown=True) for table in tables)
+            page = "\n".join([textwrap.fill(heading, PAGE_WIDTH), "", *blocks])
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
         if not sys.stdout.isatty():

@@ -150,6 +150,6 @@ SUITE = Suite(
     tables,
     options=bundle_option,
     threads=False,
-    places=("embed-",),
+    table_prefixes=("embed-",),
 )
 main = SUITE.main

@@ -205,13 +205,13 @@ def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
 def test_gains_and_quiet_texts() -> None:
     fast, slow = (a_run(*[a_round(0, 0)] * n) for n in (10, 15))
     texts = [{"plain": slow, "way": way} for way in (fast, slow, slow)]
-    gain = runs.gain(texts, "way", "plain")
+    gain = runs.measured_speedup(texts, "way", "plain")
     assert gain.total == pytest.approx(45 / 40) and gain.median == pytest.approx(1)
     assert gain.error > 0.05
-    assert runs.gain([{"plain": slow, "way": slow}] * 3, "way", "plain").error == 0
+    assert runs.measured_speedup([{"plain": slow, "way": slow}] * 3, "way", "plain").error == 0
     disturbed = [{"way": replace(fast, lost=lost)} for lost in (0.3, 0.0, 0.5, 0.4)]
-    assert [text["way"].lost for text in runs.quiet(disturbed)] == [0.0, 0.3]
-    assert len(runs.quiet([{"way": fast}] * 3)) == 3
+    assert [text["way"].lost for text in runs.undisturbed_texts(disturbed)] == [0.0, 0.3]
+    assert len(runs.undisturbed_texts([{"way": fast}] * 3)) == 3
 
 
 @pytest.mark.parametrize(("patience", "passes"), [(0.0, 1), (9.0, 3)])
@@ -325,7 +325,9 @@ def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
         return SUITE.measure(args, clock)
 
     table = Table("t", ["a"], [["1"]], name="made-up-3")
-    suite = replace(SUITE, measure=measure, tables=lambda results: [table], places=("made-up-",))
+    suite = replace(
+        SUITE, measure=measure, tables=lambda results: [table], table_prefixes=("made-up-",)
+    )
     page.write_text("<!-- other -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
     assert "no place for a table made-up-" in error_line(capsys.readouterr().err, "option")

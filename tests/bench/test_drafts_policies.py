@@ -37,14 +37,16 @@ def test_figures_of_a_group_are_of_its_undisturbed_texts() -> None:
         for _ in range(3)
     ]
     texts.append({name: replace(run, lost=0.9) for name, run in texts[0].items()})
-    found = drafts.figures(texts, 4)
+    found = drafts.group_figures(texts, 4)
     assert found["texts"] == 3 and found["lost"] == 0.0 and found["best"] == "2"
     row = found["rows"]["4"]
     assert row["alpha"] == 0.75 and row["accepted_of_drafted"] == 0.75 and row["tau"] == 4
     assert row["speedup"]["total"] == pytest.approx(2 / 2.2, rel=1e-3)
     assert row["predicted"] == pytest.approx(speedup(0.75, 4, 0.2, 1.4), rel=1e-3)
     assert found["alpha"] == pytest.approx((1 + 3) / (2 + 4), rel=1e-3)
-    groups = [{"section": s, "name": "model", **found} for s in (drafts.TABLE_3, drafts.HOT)]
+    groups = [
+        {"section": s, "name": "model", **found} for s in (drafts.TABLE_3, drafts.DRAFT_TEMPERATURE)
+    ]
     best, every = drafts.tables({"groups": [groups[0], {**groups[1], "lost": 0.5}]})
     # Of Table 3 the best gamma alone, with alpha of all.
     assert [row[:2] for row in best.rows] == [["model, 2", "0.667"]]
@@ -116,7 +118,7 @@ def test_drafts(made: Make) -> None:
         assert row["accepted_of_drafted"] <= row["alpha"] + 1e-3
     bad, good = (rows[drafts.TABLE_3, f"{x}, T=0"]["gamma 4"] for x in ("random", "model"))
     assert bad["alpha"] < 0.1 < good["alpha"]
-    bold, careful = (rows[drafts.UNSURE, "T=0"][f"threshold {p}"] for p in ("0", "0.6"))
+    bold, careful = (rows[drafts.DRAFT_THRESHOLD, "T=0"][f"threshold {p}"] for p in ("0", "0.6"))
     assert bold["drafted_of_a_round"] > careful["drafted_of_a_round"]
     assert [len(table.rows) for table in drafts.tables(found)] == [18, 9, 4, 4]
 
@@ -141,7 +143,7 @@ def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
     scale = replace(policies.QUICK, texts=1, tokens=12)
     (texts,) = policies.stream(engine, {"code": code}, scale, Clock()).values()
     assert all(run.stats.round_tokens == 11 for run in texts[0].values())
-    taught = runs.fresh(engine)
+    taught = runs.fresh_engine(engine)
     runs.decode(Way(taught, {**code[1], "gamma": "auto"}), code[0][0], 12, 0)
     untaught, learned = (x.decoder.costs["model"].lacking(1) for x in (engine, taught))
     assert untaught == 0 and learned != 0  # the gamma that is to be timed first

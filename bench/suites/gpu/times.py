@@ -24,7 +24,7 @@ from runtime.theory.formulas import speedup
 from ...core.clock import Clock, sample
 from ...core.costs import Traffic, total_stats
 from ...core.record import Run
-from ...core.runs import Way, decode_all, gain
+from ...core.runs import Way, decode_all, measured_speedup
 from .constructed import (
     DTYPE,
     PROMPT,
@@ -167,7 +167,7 @@ class Times:
         for gamma in gammas[1:]:
             row = rows[gamma]
             c, width = row["draft_ms"] / gamma / step, row["verify_ms"] / step
-            ratio, rounds = gain(texts, gamma, 0), row["rounds"]
+            ratio, rounds = measured_speedup(texts, gamma, 0), row["rounds"]
             row |= {
                 "ratio": ratio.json_object(),
                 # When a text ends, a round that was launched ahead remains, which is not timed.

@@ -155,6 +155,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 SUITE = Suite(
     name="kernel", about=__doc__ or "", quick="one size instead of all, and fewer texts",
-    options=options, measure=run, tables=tables, places=("time", "bandwidth", "scaling"),
+    options=options, measure=run, tables=tables, table_prefixes=("time", "bandwidth", "scaling"),
 )  # fmt: skip
 main = SUITE.main

@@ -27,7 +27,7 @@ from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
-from ...core.runs import fresh, plain_options
+from ...core.runs import fresh_engine, plain_options
 
 
 @dataclass(frozen=True)
@@ -119,4 +119,4 @@ def retelling(engine: TextEngine) -> tuple[TextEngine, Retelling]:
     rounds = engine.decoder.rounds
     assert isinstance(rounds, HostRounds)
     sampler = Retelling(rounds.sampler)
-    return fresh(engine, HostRounds(rounds.target, rounds.draft, sampler)), sampler
+    return fresh_engine(engine, HostRounds(rounds.target, rounds.draft, sampler)), sampler

@@ -24,7 +24,7 @@ from ...core.costs import describe_plain_steps, total_stats
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
-from ...core.runs import Texts, Way, gain
+from ...core.runs import TextRuns, Way, measured_speedup
 from ...core.table import Column, Table, make_table
 from .retold import retelling, story
 
@@ -78,7 +78,10 @@ def stream(
 ) -> dict[str, list[Mapping[str, Run]]]:
     """The undisturbed texts of each workload with their runs; all ways generate the same text."""
     fixed, sampler = retelling(engine)
-    auto, schedule = runs.fresh(fixed), runs.fresh(fixed)  # with separate measured costs
+    auto, schedule = (
+        runs.fresh_engine(fixed),
+        runs.fresh_engine(fixed),
+    )  # with separate measured costs
     most = engine.decoder.max_gamma
     made: dict[str, dict[str, Way]] = {}
     for name, (prompts, options) in loads.items():
@@ -99,10 +102,10 @@ def stream(
             prompt = prompts[number]
             sampler.story = story(engine, prompt, scale.tokens, seed, options)
             texts[name].append(runs.decode_all(made[name], prompt, scale.tokens, seed, clock))
-    return {name: runs.quiet(some) for name, some in texts.items()}
+    return {name: runs.undisturbed_texts(some) for name, some in texts.items()}
 
 
-def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
+def outcome(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
     """The JSON object of one workload, or of all of them as one stream.
 
     speeds: relative to plain decoding, by way. alpha: over all fixed gammas. best: the best gamma,
@@ -113,16 +116,18 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
     drafting = total_stats(text[gamma] for text in texts for gamma in gammas[1:])
     plain = total_stats([text[PLAIN] for text in texts])
-    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
+    speeds = {
+        name: measured_speedup(texts, name, PLAIN).total for name in texts[0] if name != AGAIN
+    }
     best = max(gammas, key=speeds.__getitem__)
-    near = gain(texts, AUTO, best)
+    near = measured_speedup(texts, AUTO, best)
     seconds = sum(text[PLAIN].seconds for text in texts)
     return {
         "speeds": {name: rounded(speed) for name, speed in speeds.items()},
         "best": int(best),
         "auto_of_best": rounded(near.total),
         "auto_of_best_error": rounded(near.error),
-        "noise": rounded(gain(texts, AGAIN, PLAIN).error),
+        "noise": rounded(measured_speedup(texts, AGAIN, PLAIN).error),
         "plain_tokens_per_second": rounded(plain.round_tokens / seconds),
         "alpha": rounded(drafting.acceptance_rate),
         "lost": rounded(runs.disturbance(texts)),
@@ -147,22 +152,24 @@ def fallback(
             PLAIN: plain,
             AGAIN: plain,
             WITHOUT: Way(engine, {**options, "gamma": gamma}),
-            FALLBACK: Way(runs.fresh(engine), {**options, "gamma": gamma, "fallback": "auto"}),
-            AUTO: Way(runs.fresh(engine), {**options, "gamma": AUTO}),
+            FALLBACK: Way(
+                runs.fresh_engine(engine), {**options, "gamma": gamma, "fallback": "auto"}
+            ),
+            AUTO: Way(runs.fresh_engine(engine), {**options, "gamma": AUTO}),
         }
         runs.warm_up(ways, prompts[0])
         texts = [
             runs.decode_all(ways, prompt, scale.long, seed, clock)
             for seed, prompt in enumerate(prompts[: scale.fallback])
         ]
-        undisturbed = runs.quiet(texts)
+        undisturbed = runs.undisturbed_texts(texts)
         found[name] = {way: loss(undisturbed, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
     return found
 
 
-def loss(texts: Texts[str], way: str) -> float:
+def loss(texts: TextRuns[str], way: str) -> float:
     """The loss over all texts, as a share of plain decoding's speed."""
-    return rounded(1 - gain(texts, way, PLAIN).total)
+    return rounded(1 - measured_speedup(texts, way, PLAIN).total)
 
 
 def record_acceptances(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
