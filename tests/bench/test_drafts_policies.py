@@ -18,7 +18,7 @@ from bench.core.costs import total_stats
 from bench.core.prompts import Prompts
 from bench.core.runs import Way
 from bench.suites import drafts
-from bench.suites.policies import retold
+from bench.suites.policies import replay
 from bench.suites.policies import suite as policies
 from models.corpus import Corpus, collect
 from runtime.bundle import load
@@ -65,10 +65,10 @@ def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
         "transformers": bad,
     }
     texts = [{name: a_run(*rounds) for name, rounds in ways.items()}] * 2
-    found = policies.outcome(texts, 2)
+    found = policies.workload_figures(texts, 2)
     assert found["best"] == 2 and found["speeds"]["2"] == found["speeds"]["auto"] > 1
     assert found["auto_of_best"] == 1 and found["noise"] == 0
-    worse = policies.loss(texts, "transformers")
+    worse = policies.speed_loss(texts, "transformers")
     assert worse == pytest.approx(1 - found["speeds"]["1"], rel=1e-3)
     loads = {"some": {**found, "auto_of_best": 0.94, "noise": 0.03}, policies.ALL: found}
     lost = {"some": {"auto": worse, "fallback": 0.01}}
@@ -125,7 +125,9 @@ def test_drafts(made: Make) -> None:
 
 @slow
 def test_policies(made: Make) -> None:
-    found = made(policies, replace(policies.QUICK, texts=2, tokens=16, fallback=1, long=16))
+    found = made(
+        policies, replace(policies.QUICK, texts=2, tokens=16, fallback=1, fallback_tokens=16)
+    )
     *loads, _ = found["workloads"].values()
     assert [x["alpha"] for x in loads] == sorted((x["alpha"] for x in loads), reverse=True)
     assert all(set(x["speeds"]) == {*map(str, range(9)), "auto", "transformers"} for x in loads)
@@ -141,7 +143,7 @@ def engine(bundle: str) -> TextEngine:
 def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
     code = [engine.tokenizer.encode("def f(x):\n")], {"draft": "model", "temperature": 1.0}
     scale = replace(policies.QUICK, texts=1, tokens=12)
-    (texts,) = policies.stream(engine, {"code": code}, scale, Clock()).values()
+    (texts,) = policies.decode_workloads(engine, {"code": code}, scale, Clock()).values()
     assert all(run.stats.round_tokens == 11 for run in texts[0].values())
     taught = runs.fresh_engine(engine)
     runs.decode(Way(taught, {**code[1], "gamma": "auto"}), code[0][0], 12, 0)
@@ -155,20 +157,22 @@ def test_every_gamma_tells_the_same_text_with_the_same_coins(
     engine: TextEngine, temperature: float
 ) -> None:
     """At temperature 0 nothing is left to luck: then rounds are those of the engine itself."""
-    fixed, sampler = retold.retelling(engine)
+    fixed, sampler = replay.replaying_engine(engine)
     prompt = engine.tokenizer.encode("import ")
-    sampler.story = story = retold.story(engine, prompt, 40, 3, {"temperature": temperature})
+    sampler.text = text = replay.sample_replay_text(
+        engine, prompt, 40, 3, {"temperature": temperature}
+    )
     for gamma in (0, 1, 3, 8):
         options: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
-        told = fixed.generate(
+        tokens = fixed.generate(
             prompt, **options, max_new_tokens=40, seed=gamma, ignore_eos=True
         ).tokens
-        assert [token.id for token in told] == list(story.ids[len(prompt) :])
+        assert [token.id for token in tokens] == list(text.ids[len(prompt) :])
         run = runs.decode(Way(fixed, options), prompt, 40, 1)
         begin = len(prompt) + 1  # the first token is the prefill's
         for x in run.rounds:
-            begin += [*story.stands[begin : begin + x.gamma], False].index(False) + 1
-        assert begin == len(story.ids)
+            begin += [*text.accepted[begin : begin + x.gamma], False].index(False) + 1
+        assert begin == len(text.ids)
         assert run.stats.accepted == begin - len(prompt) - 1 - len(run.rounds)
         if temperature == 0:
             own = runs.decode(Way(engine, options), prompt, 40, 0)
@@ -181,16 +185,16 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
     engine: TextEngine, corpus: Corpus
 ) -> None:
     """In the mean of texts; the control is a draft of temperature 3, and the difference is seen."""
-    fixed, sampler = retold.retelling(engine)
+    fixed, sampler = replay.replaying_engine(engine)
     prompts = Prompts(engine.tokenizer, corpus.held_out).many("completion", 12, 32)
 
-    def alpha(teller: TextEngine, **hot: float) -> float:
+    def alpha(decoder: TextEngine, **hot: float) -> float:
         options, decoded = {"draft": "model", "temperature": 1.0, **hot}, []
         for seed, prompt in enumerate(prompts):
-            if teller is fixed:
-                sampler.story = retold.story(engine, prompt, 64, seed, options)
-            decoded.append(runs.decode(Way(teller, {**options, "gamma": 3}), prompt, 64, seed))
+            if decoder is fixed:
+                sampler.text = replay.sample_replay_text(engine, prompt, 64, seed, options)
+            decoded.append(runs.decode(Way(decoder, {**options, "gamma": 3}), prompt, 64, seed))
         return total_stats(decoded).acceptance_rate
 
-    free, told, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
-    assert told == pytest.approx(free, abs=0.12) and hot < free - 0.2
+    free, replayed, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
+    assert replayed == pytest.approx(free, abs=0.12) and hot < free - 0.2
