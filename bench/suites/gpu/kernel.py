@@ -31,7 +31,7 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
-from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements
+from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Outcome, Round, disagreements
 from .suite import goal, save
 
 WHERE = "cuda"  # PyTorch's name for the device
@@ -154,11 +154,11 @@ class DeviceRound:
         target, draft = (x[s][:CHECKED].float().cpu().numpy() for x in (self.target, self.draft))
         round_ = Round((target, draft), self.params, context=self.context)
         verdicts = self.verdicts(s)[["accepted", "token"]].tolist()
-        fates: list[Fate] = [
+        outcomes: list[Outcome] = [
             (drafts, *verdict)
             for drafts, verdict in zip(self.drafts(s).tolist(), verdicts, strict=True)
         ]
-        return disagreements(round_, fates[:CHECKED])
+        return disagreements(round_, outcomes[:CHECKED])
 
     def bytes_read(self) -> int:
         """Bytes that a verification must read: all target rows; with the block rule also the

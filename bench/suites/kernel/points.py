@@ -14,17 +14,17 @@ from ...core.table import Column, Table, make_table
 Point = dict[str, Any]
 
 
-def less(ours: str, theirs: str) -> str:
-    """The key for the share of their time that ours saves."""
-    return f"{ours} less than {theirs}"
+def saved_key(call: str, reference: str) -> str:
+    """The key for the share of the time of `reference` that `call` saves."""
+    return f"{call} less than {reference}"
 
 
 def points_of(results: Mapping[str, Any]) -> list[Point]:
     """The numbers of each point of `times.run`, by name.
 
     "V", "γ", "B"; for each call the milliseconds per round; "floor of CALL", milliseconds to read
-    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `less` for any
-    two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
+    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `saved_key` for
+    any two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
     """
     points = []
     for p in results["points"]:
@@ -38,7 +38,7 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
                 f"share of {call}": size / memory / ms[call],
             }
         for a, b in permutations(ms, 2):
-            made |= {f"{a} / {b}": ms[a] / ms[b], less(a, b): 1 - ms[a] / ms[b]}
+            made |= {f"{a} / {b}": ms[a] / ms[b], saved_key(a, b): 1 - ms[a] / ms[b]}
         made["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
         points.append(made)
     return points
@@ -54,9 +54,9 @@ def points_table(
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
     """Minimum, median and maximum over all points."""
-    told = []
+    cells = []
     for key, heading, spec in rows:
         if found := sorted(p[key] for p in points if key in p):
             three = found[0], statistics.median(found), found[-1]
-            told.append((heading, *(format(value, spec) for value in three)))
-    return Table(title, ("", "min", "median", "max"), told)
+            cells.append((heading, *(format(value, spec) for value in three)))
+    return Table(title, ("", "min", "median", "max"), cells)
