@@ -19,7 +19,7 @@ from bench.core.clock import Clock
 from bench.core.costs import row_bytes
 from bench.core.pair import SEQ2SEQ, Pair, Seq2Seq, seq2seq
 from bench.suites.side import run as measuring
-from bench.suites.side.run import MEASURED, OWN, SideRun, systems
+from bench.suites.side.run import MEASURED, PLAIN, SideRun, systems
 from bench.suites.side.seq2seq import PIECE, ReadingScale, document, jobs
 from bench.suites.side.suite import SUITE, run
 from bench.systems import SYSTEMS
@@ -177,13 +177,13 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     assert {request.begin[:-1] for request in FakePeer.asked} == {TINY[name].begin}
     cells = results["cells"]
     assert [cell["temperature"] for cell in cells] == [0, 1] * (1 if TINY[name].sound else 2)
-    told = cells[0]["rows"][0]
+    row = cells[0]["rows"][0]
     rows = 1500 if TINY[name].sound else 96
     rows += len(TINY[name].begin) + 1 + 12  # and half of the text
     floor = 10**7 + rows * row_bytes(made.target, 4)
-    assert told[OWN]["bytes"] == 23 * floor
-    assert told[OWN]["encode"] == 0.1 and told[OWN]["whole"] == pytest.approx(0.34)
-    assert ("outrider lookup" in told) == (not TINY[name].sound)
+    assert row[PLAIN]["bytes"] == 23 * floor
+    assert row[PLAIN]["encode"] == 0.1 and row[PLAIN]["whole"] == pytest.approx(0.34)
+    assert ("outrider lookup" in row) == (not TINY[name].sound)
     lines = page_of(SUITE, results).splitlines()
     assert any("| encoder ms | whole text ms |" in line for line in lines)
     assert (

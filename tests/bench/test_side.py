@@ -20,15 +20,15 @@ from bench.suites.side import run as measuring
 from bench.suites.side.run import (
     DRAFT,
     LENGTHS,
-    OWN,
+    PLAIN,
     SHARED,
     TOGETHER,
     SideRun,
-    Told,
-    drafting,
+    TextFigures,
+    compare_with_theory,
+    draft_counts,
     systems,
-    theory,
-    told,
+    text_figures,
 )
 from bench.suites.side.suite import FULL, QUICK, SUITE, alone, run, together
 from bench.suites.side.tables import BASE, figures, goals
@@ -64,22 +64,27 @@ class Pretender:
         pass
 
 
-def plain(step: float, first: float = 0.5) -> Told:
-    return told([text(*[1] * 5, step=step, first=first)], "plain", TRAFFIC)
+def plain(step: float, first: float = 0.5) -> TextFigures:
+    return text_figures([text(*[1] * 5, step=step, first=first)], "plain", TRAFFIC)
 
 
 def test_ratios_are_medians_of_those_prompt_by_prompt() -> None:
-    rows = [{OWN: plain(0.1), BASE: plain(0.3 + 0.1 * i, first=1)} for i in range(3)]
-    rows += [{OWN: plain(0.1)}, {OWN: plain(0.1), BASE: told([text(5)], "plain", TRAFFIC)}]
-    ours, theirs = (figures(rows, name, 5000) for name in (OWN, BASE))
+    rows = [{PLAIN: plain(0.1), BASE: plain(0.3 + 0.1 * i, first=1)} for i in range(3)]
+    rows += [
+        {PLAIN: plain(0.1)},
+        {PLAIN: plain(0.1), BASE: text_figures([text(5)], "plain", TRAFFIC)},
+    ]
+    ours, theirs = (figures(rows, name, 5000) for name in (PLAIN, BASE))
     assert ours["speed"] == pytest.approx(10) and ours["tau"] == 1
-    assert ours[BASE] == pytest.approx(4) and theirs[OWN] == pytest.approx(1 / 4)
+    assert ours[BASE] == pytest.approx(4) and theirs[PLAIN] == pytest.approx(1 / 4)
     assert theirs["first"] == 1000 and figures(rows, "genai plain", 5000) == {}
 
 
 def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
-    assert figures([{OWN: plain(0.5)}], OWN, 5000)["floor"] == 200
-    drafted = {mode: told([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")}
+    assert figures([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
+    drafted = {
+        mode: text_figures([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")
+    }
     found = figures([drafted], "draft", 5000)
     assert found["tau"] == 2 and found["floor"] == pytest.approx(1e3 * 1360 / 5000 / 2)
     assert figures([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
@@ -87,10 +92,10 @@ def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
 
 def test_acceptance_follows_from_rounds_of_a_fixed_gamma() -> None:
     """Rounds of 1 (rejected at once), 3 and 5 (all of 4) tokens; the last one does not count."""
-    found = drafting(text(2, 1, 3, 5, 1), "draft")
+    found = draft_counts(text(2, 1, 3, 5, 1), "draft")
     assert found == {"accepted": 6, "examined": 1 + 3 + 4, "drafted": 12, "drafting": 3}
-    assert drafting(text(2, 1, 3), "assistant") == {}
-    assert drafting(text(1, **COUNTS), "auto")["accepted"] == 9  # ours are counted
+    assert draft_counts(text(2, 1, 3), "assistant") == {}
+    assert draft_counts(text(1, **COUNTS), "auto")["accepted"] == 9  # ours are counted
 
 
 def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
@@ -98,14 +103,14 @@ def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
         "output_tokens": 11, "time_draft": 0.0, "time_verify": 9.0, "time_sample": 0.5,
         "time_host": 0.5,
     }  # fmt: skip
-    own = told([text(*[1] * 11, **notes)], "plain", TRAFFIC)
-    fast = told([text(1, 4, 3, 4, 2, **COUNTS)], "draft", TRAFFIC)
-    found = theory(own, fast, RoundCosts(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5]))
+    own = text_figures([text(*[1] * 11, **notes)], "plain", TRAFFIC)
+    fast = text_figures([text(1, 4, 3, 4, 2, **COUNTS)], "draft", TRAFFIC)
+    found = compare_with_theory(own, fast, RoundCosts(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5]))
     assert found["alpha"] == 0.75 and found["given"] == 13 / 4
     assert found["predicted"] == pytest.approx(speedup(0.75, 4, 0.1, 1.5), abs=1e-3)
     assert found["measured"] == pytest.approx(13 / 7.6)  # tokens in a plain step's time
     assert found["quotient"] == found["measured"] / found["predicted"]
-    dearer = theory(own, fast, RoundCosts(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5]))
+    dearer = compare_with_theory(own, fast, RoundCosts(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5]))
     assert dearer["measured"] == found["measured"]
     assert dearer["predicted"] < found["predicted"]  # the costs do not cancel
 
@@ -113,23 +118,24 @@ def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
 def test_batches_are_timed_from_the_last_first_token() -> None:
     early = Text([0] * 4, [1.0, 3.0, 4.0, 5.0], [0.0] * 4)
     late = Text([0] * 4, [2.0, 3.0, 4.0, 5.0], [0.0, 0.0, 0.0, 0.3])
-    found = told([early, late], "plain", TRAFFIC)
+    found = text_figures([early, late], "plain", TRAFFIC)
     assert found == {"first": 2.0, "token": 3 / 6, "lost": pytest.approx(0.1)}
-    assert told([text(2), text(2)], "plain", TRAFFIC) == {"first": 0.5}
+    assert text_figures([text(2), text(2)], "plain", TRAFFIC) == {"first": 0.5}
 
 
 def test_goals_are_met_by_medians_or_not_told() -> None:
     row = {
-        OWN: plain(1, first=0.5), DRAFT: {**plain(0.5), "quotient": 0.97}, BASE: plain(4, first=1),
-        "transformers assistant": plain(3), "llama.cpp plain": plain(1.1, first=0.6),
+        PLAIN: plain(1, first=0.5), DRAFT: {**plain(0.5), "quotient": 0.97},
+        BASE: plain(4, first=1), "transformers assistant": plain(3),
+        "llama.cpp plain": plain(1.1, first=0.6),
     }  # fmt: skip
-    held = {OWN: {"ratio": 1.3}, BASE: {"ratio": 9.0}}
+    held = {PLAIN: {"ratio": 1.3}, BASE: {"ratio": 9.0}}
     loads = {"outrider float32": [1.0, 3.0]}
 
-    def met(row: dict[str, Told], **more: Any) -> list[str]:
+    def met(row: dict[str, TextFigures], **more: Any) -> list[str]:
         batches = {
             "group": TOGETHER,
-            "rows": [{OWN: plain(9), BASE: plain(1)}] * 3,
+            "rows": [{PLAIN: plain(9), BASE: plain(1)}] * 3,
         }  # no part of it
         cells = [{"group": SHARED, "rows": [row]}, batches]
         return [goal["met"] for _, goal in goals({"cells": cells, "pair": {"shape": "1b"}, **more})]
@@ -137,7 +143,7 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
     assert met(row, memory=held, loads=loads) == [
         *["yes"] * 5, *["not measured"] * 6, *["yes"] * 3, "no",
     ]  # fmt: skip
-    slow = met({**row, OWN: plain(2, first=0.7)}, memory={}, loads={})
+    slow = met({**row, PLAIN: plain(2, first=0.7)}, memory={}, loads={})
     assert slow[:2] == ["no", "no"] and slow[-1] == "not measured"
 
 
@@ -146,7 +152,7 @@ def test_who_gets_which_workload() -> None:
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = alone(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
-    few = sum(system.among_few for system in every)
+    few = sum(system.takes_long_jobs for system in every)
     assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
     sizes = [[len(x) for x in job.requests] for job in together(FULL, prompts, every)]
@@ -230,7 +236,7 @@ def test_checkpoints_of_ones_own(
     said, _, line = capsys.readouterr().out.strip().rpartition("\n")
     results = json.loads(line)
     assert results["pair"] == {"shape": "target", "alpha_wanted": None}
-    assert results["systems"] == [OWN, "outrider lookup", BASE, "transformers lookup"]
+    assert results["systems"] == [PLAIN, "outrider lookup", BASE, "transformers lookup"]
     assert "; target, gamma 4;" in said and "Goals" not in said
     assert pair.own(pair.TARGET, pair.DRAFT).shape == "target and draft"
     for folder, cause in (
@@ -254,14 +260,14 @@ def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Pat
     assert results["missing"]["outrider draft, 4 together"] == "one text at a time"
     assert results["missing"]["costs of outrider"] == "no draft model"
     last = results["cells"][-1]
-    assert last["name"] == "4 together" and last["rows"][0].keys() == {OWN, BASE}
-    assert results["memory"][OWN]["cache"] == 192 * 8
+    assert last["name"] == "4 together" and last["rows"][0].keys() == {PLAIN, BASE}
+    assert results["memory"][PLAIN]["cache"] == 192 * 8
     assert results["memory"][DRAFT]["cache"] == 2 * 192 * 8
 
     page = page_of(SUITE, results)
     lines = page.splitlines()
-    assert any(line.startswith(f"| {OWN} | 100.0 |") and "| 3.00 |" in line for line in lines)
-    assert any(line.startswith(f"| 4 together, {OWN} |") for line in lines)
+    assert any(line.startswith(f"| {PLAIN} | 100.0 |") and "| 3.00 |" in line for line in lines)
+    assert any(line.startswith(f"| 4 together, {PLAIN} |") for line in lines)
     assert (
         "| plain decoding, speed vs. llama.cpp float32 plain | at least 1 |  | not measured |"
         in lines

@@ -79,7 +79,7 @@ QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, 
 
 def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
     """Jobs whose texts are decoded one at a time; jobs without any system are omitted."""
-    few = [system for system in chosen if system.among_few]
+    few = [system for system in chosen if system.takes_long_jobs]
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, few) for shape in scale.lengths]
     return [
@@ -121,7 +121,7 @@ def run(
         "machine": machine.describe(side.threads), "gamma": GAMMA,
         "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
         "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
-        "cells": cells, "memory": side.memory(chosen, prompt) if prompt else {},
+        "cells": cells, "memory": side.measure_memory(chosen, prompt) if prompt else {},
         "loads": side.loads, "missing": side.missing, "facts": side.facts,
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The tables of the side-by-side benchmark, computed from its JSON object.
 
-A row has the figures (`run.told`) of one request, by system. Ratios are computed row by row, and
-their median is shown.
+A row has the figures (`run.text_figures`) of one request, by system. Ratios are computed row by
+row, and their median is shown.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...core.fit import Spread
 from ...core.machine import summary_line
 from ...core.pair import SEQ2SEQ
 from ...core.table import DISTURBED_MARK, Column, Table, make_table
-from .run import DRAFT, OWN, SHARED, TOGETHER, Told
+from .run import DRAFT, PLAIN, SHARED, TOGETHER, TextFigures
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
 CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
 MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
 ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
 OTHERS = (BASE, "genai plain", LLAMA)  # the peers in float32
-Row = Mapping[str, Told]
+Row = Mapping[str, TextFigures]
 ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
 # Figures that are ratios of two sums over texts.
 SHARES = {
@@ -37,7 +37,7 @@ SPEEDS: tuple[Column, ...] = (
     ("tau", "tau", TWO), ("of_examined", "of exam.", ".0%"),
     ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
     (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
-    (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (OWN, "x own", TWO),
+    (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (PLAIN, "x own", TWO),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
@@ -82,7 +82,7 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     found |= {key: 1e3 * found[key] for key in ("first", "encode", "whole") if key in found}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
     found["disturbed"] = 2 * sum(t["lost"] > LOST_LIMIT for t in texts) > len(texts)
-    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, OWN
+    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, PLAIN
     gains = {base: ratios(rows, name, base) for base in bases}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
 
@@ -159,16 +159,16 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
     assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
     wanted: list[tuple[str, str, float, list[float]]] = [
-        ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, OWN, BASE)),
+        ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, PLAIN, BASE)),
         (
             "plain decoding, speed vs. llama.cpp float32 plain",
             "least",
             1.0,
-            ratios(rows, OWN, LLAMA),
+            ratios(rows, PLAIN, LLAMA),
         ),
         ("outrider draft, speed vs. Transformers plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
         (f"outrider draft, speed vs. {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
-        ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
+        ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, PLAIN)),
         *_quantised_goals(rows),
         ("measured speedup / speedup predicted by Theorem 3.8", "least", 0.95, quotients),
         ("time to first token, speed vs. the best peer", "least", 1.0, _firsts(rows)),
@@ -224,8 +224,8 @@ def _firsts(rows: Iterable[Row]) -> list[float]:
     found = []
     for row in rows:
         others = [row[name]["first"] for name in OTHERS if name in row]
-        if OWN in row and others:
-            found.append(min(others) / row[OWN]["first"])
+        if PLAIN in row and others:
+            found.append(min(others) / row[PLAIN]["first"])
     return found
 
 
