@@ -19,7 +19,7 @@ from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
 from ..core.clock import Sample, sample_in_turn
-from ..core.pair import bundle
+from ..core.pair import build_bundle
 from .protocol import Request, Setup, Steps
 from .worker import Arrivals
 
@@ -33,7 +33,7 @@ class OutriderWorker:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._folder = bundle(
+        self._folder = build_bundle(
             setup.target, setup.draft, setup.work, max_len=setup.max_len, precision=setup.precision
         )
 

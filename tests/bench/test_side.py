@@ -30,8 +30,8 @@ from bench.suites.side.run import (
     systems,
     text_figures,
 )
-from bench.suites.side.suite import FULL, QUICK, SUITE, alone, run, together
-from bench.suites.side.tables import BASE, figures, goals
+from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_jobs
+from bench.suites.side.tables import BASE, goals, system_figures
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, Steps, Text, Unavailable
 from runtime.costs import RoundCosts
@@ -74,20 +74,22 @@ def test_ratios_are_medians_of_those_prompt_by_prompt() -> None:
         {PLAIN: plain(0.1)},
         {PLAIN: plain(0.1), BASE: text_figures([text(5)], "plain", TRAFFIC)},
     ]
-    ours, theirs = (figures(rows, name, 5000) for name in (PLAIN, BASE))
+    ours, theirs = (system_figures(rows, name, 5000) for name in (PLAIN, BASE))
     assert ours["speed"] == pytest.approx(10) and ours["tau"] == 1
     assert ours[BASE] == pytest.approx(4) and theirs[PLAIN] == pytest.approx(1 / 4)
-    assert theirs["first"] == 1000 and figures(rows, "genai plain", 5000) == {}
+    assert theirs["first"] == 1000 and system_figures(rows, "genai plain", 5000) == {}
 
 
 def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
-    assert figures([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
+    assert system_figures([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
     drafted = {
         mode: text_figures([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")
     }
-    found = figures([drafted], "draft", 5000)
+    found = system_figures([drafted], "draft", 5000)
     assert found["tau"] == 2 and found["floor"] == pytest.approx(1e3 * 1360 / 5000 / 2)
-    assert figures([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
+    assert (
+        system_figures([drafted], "assistant", 5000)["floor"] is None
+    )  # nobody knows what it drafted
 
 
 def test_acceptance_follows_from_rounds_of_a_fixed_gamma() -> None:
@@ -150,12 +152,12 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
 def test_who_gets_which_workload() -> None:
     every = systems(list(SYSTEMS))
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
-    work = alone(FULL, prompts, every)
+    work = single_jobs(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
     few = sum(system.takes_long_jobs for system in every)
     assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
-    sizes = [[len(x) for x in job.requests] for job in together(FULL, prompts, every)]
+    sizes = [[len(x) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
@@ -218,7 +220,7 @@ def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
 def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
     """Nor lengths that they are not measured at: a job that no system has is none."""
     prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
-    works = [alone(FULL, prompts, chosen), together(FULL, prompts, chosen)]
+    works = [single_jobs(FULL, prompts, chosen), batch_jobs(FULL, prompts, chosen)]
     cells = run(side, chosen, works, None)["cells"]
     assert {cell["group"] for cell in cells} == {SHARED}
     assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
@@ -238,7 +240,7 @@ def test_checkpoints_of_ones_own(
     assert results["pair"] == {"shape": "target", "alpha_wanted": None}
     assert results["systems"] == [PLAIN, "outrider lookup", BASE, "transformers lookup"]
     assert "; target, gamma 4;" in said and "Goals" not in said
-    assert pair.own(pair.TARGET, pair.DRAFT).shape == "target and draft"
+    assert pair.from_checkpoints(pair.TARGET, pair.DRAFT).shape == "target and draft"
     for folder, cause in (
         (workshop.checkpoint("t5"), "is an encoder-decoder"),
         (tmp_path / "nowhere", "nowhere"),
@@ -254,7 +256,7 @@ def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Pat
     """Of the whole: what is missing is noted once and costs no other figure."""
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
-    works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]
+    works = [single_jobs(QUICK, prompts, chosen), batch_jobs(QUICK, prompts, chosen)]
     results = run(side, chosen, works, prompts.completion(128))
     assert results["missing"]["outrider lookup"] == "no such thing in model.bin"
     assert results["missing"]["outrider draft, 4 together"] == "one text at a time"

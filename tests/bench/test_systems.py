@@ -225,7 +225,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
         pytest.skip(reason)
     target, draft = pair
     if name == "outrider":  # as if it had built the pair before
-        folder, sources = pairs.place(target, draft, tmp_path, max_len=CONTEXT)
+        folder, sources = pairs.bundle_sources(target, draft, tmp_path, max_len=CONTEXT)
         made = workshop.bundle(target, draft)
         cached_folder(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
     with Peer(name, target, draft=draft, slots=2, work=tmp_path, max_len=CONTEXT) as peer:

@@ -22,8 +22,8 @@ from .run import DRAFT, PLAIN, SHARED, TOGETHER, TextFigures
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
 CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
 MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
-ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
-OTHERS = (BASE, "genai plain", LLAMA)  # the peers in float32
+EQUAL_BITS = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
+FLOAT32_PEERS = (BASE, "genai plain", LLAMA)  # the peers in float32
 Row = Mapping[str, TextFigures]
 ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
 # Figures that are ratios of two sums over texts.
@@ -65,7 +65,7 @@ def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> lis
     ]
 
 
-def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
+def system_figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     """The figures of one system by column key; empty if no text has more than one round.
 
     rate: memory bandwidth in bytes per second.
@@ -93,22 +93,26 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
     the speeds on each workload."""
     rate, title = results["bytes_per_second"], f"{group}, temperature {cells[0]['temperature']:g}"
     found = {
-        cell["name"]: {name: figures(cell["rows"], name, rate) for name in results["systems"]}
+        cell["name"]: {
+            name: system_figures(cell["rows"], name, rate) for name in results["systems"]
+        }
         for cell in cells
     }
     if group != SHARED:
-        every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
-        return [make_table(title, every, SPEEDS)]
+        all_figures = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
+        return [make_table(title, all_figures, SPEEDS)]
 
     def speed(figure: Mapping[str, Any]) -> str | None:
         return f"{figure['speed']:,.1f}{DISTURBED_MARK * figure['disturbed']}" if figure else None
 
     rows = [row for cell in cells for row in cell["rows"]]
-    whole = {name: figures(rows, name, rate) for name in results["systems"]}
-    there = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
+    whole = {name: system_figures(rows, name, rate) for name in results["systems"]}
+    speed_rows = [
+        (name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]
+    ]
     return [
-        make_table(title, [(name, whole[name]) for name, _ in there], SPEEDS),
-        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", there,
+        make_table(title, [(name, whole[name]) for name, _ in speed_rows], SPEEDS),
+        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", speed_rows,
                  [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
@@ -123,7 +127,7 @@ def tables(results: Results) -> list[Table]:
     theory = [
         (f"{cell['name']}, temperature {cell['temperature']:g}", found)
         for cell in cells
-        if "quotient" in (found := figures(cell["rows"], DRAFT, rate))
+        if "quotient" in (found := system_figures(cell["rows"], DRAFT, rate))
     ]
     loads = [
         (worker, {"seconds": Spread.of(times), "count": len(times)})
@@ -152,7 +156,7 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
     rows = [row for some in alone for row in some]
     if results["pair"]["shape"] in SEQ2SEQ:
-        found = _reading_goals(rows)
+        found = _seq2seq_goals(rows)
         return [(name, _goal("least", bound, spread)) for name, bound, spread in found]
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
     memory = results["memory"].items()
@@ -171,14 +175,14 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
         ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, PLAIN)),
         *_quantised_goals(rows),
         ("measured speedup / speedup predicted by Theorem 3.8", "least", 0.95, quotients),
-        ("time to first token, speed vs. the best peer", "least", 1.0, _firsts(rows)),
+        ("time to first token, speed vs. the best peer", "least", 1.0, _first_token_ratios(rows)),
         ("seconds to load the bundle", "most", 2.0, loads),
         ("peak memory / (weights + cache), per mode", "most", 1.2, peaks),
     ]
-    return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
+    return [(name, _goal(kind, bound, Spread.of(found))) for name, kind, bound, found in wanted]
 
 
-def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
+def _seq2seq_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
     """The goals of encoder-decoders: names, minimum values, measured values. Encoders are excluded
     unless the name mentions them."""
     own = "outrider"
@@ -204,7 +208,7 @@ def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]
 
 def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[float]]]:
     found: list[tuple[str, str, float, list[float]]] = []
-    for own, theirs in ALIKE.items():
+    for own, theirs in EQUAL_BITS.items():
         plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
         peer = f"llama.cpp {theirs} plain"
         for fast, slow, bound in ((plain, peer, 1.0), (draft, peer, 1.5), (draft, plain, 1.5)):
@@ -212,18 +216,18 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
     return found
 
 
-def _goal(side: str, bound: float, found: Spread | None) -> dict[str, Any]:
+def _goal(kind: str, bound: float, found: Spread | None) -> dict[str, Any]:
     met = "not measured"
     if found is not None:
-        met = "no" if (found.median < bound if side == "least" else found.median > bound) else "yes"
-    return {"wanted": f"at {side} {bound:g}", "found": found and str(found), "met": met}
+        met = "no" if (found.median < bound if kind == "least" else found.median > bound) else "yes"
+    return {"wanted": f"at {kind} {bound:g}", "found": found and str(found), "met": met}
 
 
-def _firsts(rows: Iterable[Row]) -> list[float]:
+def _first_token_ratios(rows: Iterable[Row]) -> list[float]:
     """The best peer's time to the first token over Outrider's, for each row."""
     found = []
     for row in rows:
-        others = [row[name]["first"] for name in OTHERS if name in row]
+        others = [row[name]["first"] for name in FLOAT32_PEERS if name in row]
         if PLAIN in row and others:
             found.append(min(others) / row[PLAIN]["first"])
     return found
