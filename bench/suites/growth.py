@@ -32,7 +32,7 @@ from ..core.pair.grow import grow
 from ..core.prompts import Prompts
 from ..core.table import Table
 from ..systems.peer import Peer
-from ..systems.protocol import Request, Steps, decoding
+from ..systems.protocol import Request, StepsRequest, time_per_token
 
 SIZES = {"16m": Shape(384, 1024, 8, 6, 2, 8192), "46m": Shape(512, 1408, 12, 8, 2, 24_576)} | SHAPES
 PROMPTS = (16, 64, 192, 448, 960, 1500)  # tokens
@@ -124,9 +124,9 @@ class Growing:
         found: dict[Place, list[Told]] = {place: [] for place in places}
         for turn in range(self.scale.loads):
             for name, slots in order(places, turn):
-                request = Steps(ROWS, list(positions), slots, ROUNDS, self.scale.patience)
+                request = StepsRequest(ROWS, list(positions), slots, ROUNDS, self.scale.patience)
                 with self.peer(name, slots) as peer:
-                    found[name, slots].append((peer.facts, peer.steps(request)))
+                    found[name, slots].append((peer.facts, peer.time_steps(request)))
         return found
 
     def call(self, x: float, place: Place, told: Sequence[Told], positions: int) -> Point:
@@ -150,8 +150,8 @@ def by_prompt(run: Growing) -> Curves:
         for turn in turns(samples, min_turns=MIN_SAMPLES, wanted=MIN_SAMPLES, patience=patience):
             for n in order(PROMPTS, turn):
                 (text,) = peer.generate(Request([next(prompts[n])], TOKENS))
-                samples["first token", n].append(text.first)
-                after = decoding([text])
+                samples["first token", n].append(text.first_token)
+                after = time_per_token([text])
                 assert after is not None  # plain decoding has a round for each token
                 samples["a token", n].append(after)
     curves = defaultdict[str, list[Point]](list)

@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     written, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
     said = logits(full, ids)
     del full
-    rows, missing = {}, SYSTEMS["llama.cpp"].missing()
+    rows, missing = {}, SYSTEMS["llama.cpp"].missing_reason()
     ways = [ours(given.path, written, args.bits, clock)]
     if missing is None:
         ways.append(llamacpp(given.path, clock))
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
             texts = zip(said, logits(model, ids), ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
             rows[name] = {"bits": 8 * size / count, **asdict(found)}
-    except gguf.NotWritten as error:
+    except gguf.ConversionError as error:
         missing = str(error)
     return {"machine": machine.describe(args.threads), "checkpoint": given.source,
             "weights": count, "rows": rows, "missing": missing}  # fmt: skip
@@ -94,8 +94,8 @@ def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Ite
 
 
 def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
-    """Models quantised by llama.cpp, through GGUF files. Raises `gguf.NotWritten` for models that
-    cannot be converted."""
+    """Models quantised by llama.cpp, through GGUF files. Raises `gguf.ConversionError` for models
+    that cannot be converted."""
     import torch
 
     from export.checkpoint import find

@@ -16,7 +16,7 @@ from bench.core.machine import MemoryReader
 from bench.core.prompts import Prompts
 from bench.suites import growth
 from bench.suites.growth import QUICK, SUITE, Growing, point, run, tables
-from bench.systems.protocol import Request, Steps, Text
+from bench.systems.protocol import Request, StepsRequest, Text
 
 WEIGHTS = {"16m": 64 * 10**6, "46m": 184 * 10**6, "bundled": 22 * 10**6}
 opened: list[int] = []  # slots of processes that were asked for steps
@@ -36,7 +36,7 @@ class FakePeer(Pretender):
         times = [len(request.prompts[0]) / 100 + i / 10 for i in range(request.new_tokens)]
         return [Text([0] * request.new_tokens, times, [0.0] * len(times))]
 
-    def steps(self, request: Steps) -> dict[str, list[Sample]]:
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Sample]]:
         assert request.slots == self.slots
         opened.append(self.slots)
         return {str(n): [Sample(0.01 * n * request.slots)] * 5 for n in request.widths}

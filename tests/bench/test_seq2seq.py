@@ -24,7 +24,7 @@ from bench.suites.side.seq2seq import PIECE, Seq2SeqScale, jobs, make_source
 from bench.suites.side.suite import SUITE, run
 from bench.systems import SYSTEMS
 from bench.systems.peer import Peer
-from bench.systems.protocol import Request, Steps, Text, Unavailable
+from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from bench.systems.worker import step_share
 
 SIZES = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
@@ -159,7 +159,7 @@ class FakePeer(Pretender):
         ids = list(range(len(times)))
         return [Text(ids, times, [0.0] * len(times), notes={"encode": 0.1})]
 
-    def steps(self, request: Steps) -> Any:
+    def time_steps(self, request: StepsRequest) -> Any:
         raise Unavailable("it only pretends")
 
 
@@ -224,6 +224,6 @@ MODES = {name: modes for (name, bits), modes in MEASURED["seq2seq"].items() if b
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_systems_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
-    if (reason := SYSTEMS[name].missing()) is not None:
+    if (reason := SYSTEMS[name].missing_reason()) is not None:
         pytest.skip(reason)
     _says_what_is_known(made, name, MODES[name], tmp_path)

@@ -33,7 +33,7 @@ from bench.suites.side.run import (
 from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_jobs
 from bench.suites.side.tables import BASE, goals, system_figures
 from bench.systems import SYSTEMS
-from bench.systems.protocol import Request, Steps, Text, Unavailable
+from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS
 from runtime.theory.formulas import speedup
@@ -185,7 +185,7 @@ class FakePeer(Pretender):
         made.peak = 2 * 10**7
         return [made]
 
-    def steps(self, request: Steps) -> dict[str, list[Any]]:
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Any]]:
         raise Unavailable("no draft model")
 
 

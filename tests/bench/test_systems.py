@@ -23,7 +23,7 @@ from bench.suites.side.run import MEASURED
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
 from bench.systems.peer import Peer
-from bench.systems.protocol import Request, Steps, Text, Unavailable, decoding
+from bench.systems.protocol import Request, StepsRequest, Text, Unavailable, time_per_token
 from bench.systems.worker import Arrivals
 
 MODES = {name: modes for (name, bits), modes in MEASURED["text"].items() if bits == "float32"}
@@ -72,7 +72,7 @@ def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
     assert [text.tokens for text in texts] == plain, mode
     for text in texts:
         assert len(text.times) == len(text.lost) == NEW_TOKENS
-        assert 0 < text.first.seconds < text.times[-1]
+        assert 0 < text.first_token.seconds < text.times[-1]
         assert text.times == sorted(text.times) and text.lost == sorted(text.lost)
         assert text.peak > 1 << 20
         assert text.notes.get("reused_tokens", 0) == 0
@@ -132,12 +132,12 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
     )
     with pytest.raises(Unavailable, match=r"llama_cpp.*extra llama"):
         Peer("llama.cpp", tmp_path)
-    assert SYSTEMS["transformers"].missing() is None
+    assert SYSTEMS["transformers"].missing_reason() is None
 
 
 def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
     with pytest.raises(Unavailable, match="steps"):
-        transformers.steps(Steps(10, [1]))
+        transformers.time_steps(StepsRequest(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
         transformers.generate(Request([[]], 2))
     assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # it goes on
@@ -154,9 +154,9 @@ def test_tokens_of_a_round_share_its_time():
         arrivals.add([(0, tokens)], same_round=same_round)
     text, other = arrivals.texts
     assert text.tokens == [1, 2, 3, 4, 5] and other == Text()
-    assert text.round_tokens() == [1, 2] and text.first.seconds == text.times[1]
+    assert text.round_tokens() == [1, 2] and text.first_token.seconds == text.times[1]
     made = Text([1, 2, 3, 4], [1.0, 1.0, 1.5, 2.0], [0, 0, 0.1, 0.1])
-    token = decoding([made])  # of two tokens after the first round
+    token = time_per_token([made])  # of two tokens after the first round
     assert token is not None and (token.seconds, token.lost) == pytest.approx((1 / 2, 0.1))
 
 
@@ -221,7 +221,7 @@ def test_what_is_not_written_as_gguf(kind, options, words, workshop, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MODES if n != "transformers"])
 def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, workshop):
-    if (reason := SYSTEMS[name].missing()) is not None:
+    if (reason := SYSTEMS[name].missing_reason()) is not None:
         pytest.skip(reason)
     target, draft = pair
     if name == "outrider":  # as if it had built the pair before
@@ -232,7 +232,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
         _together(peer)
         if name == "outrider":
             _together(peer, "draft")
-            samples = peer.steps(Steps(40, [1, 3], slots=2, patience=0.0))
+            samples = peer.time_steps(StepsRequest(40, [1, 3], slots=2, patience=0.0))
             assert set(samples) == {"draft", "1", "3"}
             assert all(s.seconds > 0 for some in samples.values() for s in some)
         else:
@@ -248,7 +248,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
 
 @pytest.mark.slow
 def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
-    if (reason := SYSTEMS["llama.cpp"].missing()) is not None:
+    if (reason := SYSTEMS["llama.cpp"].missing_reason()) is not None:
         pytest.skip(reason)
     with Peer("llama.cpp", pair[0], precision="q8_0", work=tmp_path, max_len=CONTEXT) as peer:
         try:

@@ -29,7 +29,7 @@ from ...core.costs import (
 )
 from ...core.pair import Pair
 from ...systems.peer import Peer
-from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable, decoding
+from ...systems.protocol import Prompt, Request, StepsRequest, Text, Unavailable, time_per_token
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
@@ -265,8 +265,8 @@ class SideRun:
         """Costs from calls of Outrider's engines alone, measured after the texts of a prompt."""
         if (name := "costs of outrider") not in self.missing:
             with self.record_unavailable(name):
-                steps = Steps(position, list(range(1, GAMMA + 2)))
-                return costs_from_calls(peers["outrider float32"].steps(steps))
+                steps = StepsRequest(position, list(range(1, GAMMA + 2)))
+                return costs_from_calls(peers["outrider float32"].time_steps(steps))
         return None
 
     def measure_memory(
@@ -323,13 +323,13 @@ def text_figures(texts: Sequence[Text], mode: str, traffic: Traffic) -> TextFigu
     """The figures kept for texts that were decoded together, as far as they are known.
 
     first: seconds until all texts have their first token. token, lost: seconds per token after
-    that (`decoding`), and the share lost to other processes. For a single text also: tokens,
+    that (`time_per_token`), and the share lost to other processes. For a single text also: tokens,
     rounds: those after the first round; bytes: that these rounds had to read; the counts of
     `draft_counts`; with Outrider spent, host, pace: ms of its rounds, of their host part, and per
     token. encode: seconds in encoders, included in first.
     """
     found: TextFigures = {"first": max(text.times[0] for text in texts)}
-    if (token := decoding(texts)) is None:
+    if (token := time_per_token(texts)) is None:
         return found  # a short text may have one round
     found |= {"token": token.seconds, "lost": token.lost}
     if len(texts) > 1:
