@@ -373,7 +373,7 @@ def test_a_program_that_cannot_be_or_fails(
         ("", "with status 7"),
     ):
         with pytest.raises(OutriderError, match=told):
-            embed.run(["sh", "-c", f"echo '{said}' >&2; exit 7"])
+            embed.run_program(["sh", "-c", f"echo '{said}' >&2; exit 7"])
 
 
 def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
