@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 LOST_LIMIT = 0.02
 MIN_SAMPLES = 5
-GOLDEN = 0.618
+GOLDEN_RATIO = 0.618
 T = TypeVar("T")
 
 
@@ -97,7 +97,7 @@ def order(items: Sequence[T], turn: int) -> list[T]:
 
     So no item is always first, or always follows the same item.
     """
-    begin = int(turn // 2 * GOLDEN * len(items)) % max(1, len(items))
+    begin = int(turn // 2 * GOLDEN_RATIO * len(items)) % max(1, len(items))
     turned = [*items[begin:], *items[:begin]]
     return turned[::-1] if turn % 2 else turned
 

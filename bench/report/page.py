@@ -33,7 +33,7 @@ from ..core.plot import BLUE, ORANGE, RED, render_png
 from ..core.prompts import PROMPTS
 from .measurement import REPEATS, Measurement, measure_prompts
 
-PAGE = "index.html"
+PAGE_FILE = "index.html"
 PAGE_MARK = b'<meta name="generator" content="Outrider bench.report">'  # in pages of this report
 BUSY_LOST = 0.1  # value of `Measurement.lost` above which the page shows a warning
 
@@ -76,7 +76,7 @@ def plot_speedups(axes: Any, m: Measurement) -> None:
 
 
 def collect_facts(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict[str, str]:
-    pair, about = manifest.pair, machine.describe(machine.physical_cores())
+    pair, description = manifest.pair, machine.describe(machine.physical_cores())
     models = {"Target": pair.target, "Draft": pair.draft}
     command = ["python", "-m", "bench", "report"]
     command += [f"--{key}={value}" for key, value in vars(args).items() if value is not None]
@@ -88,9 +88,9 @@ def collect_facts(manifest: Manifest, args: argparse.Namespace, prompts: int) ->
             if m is not None
         },
         "Backend": ", ".join([manifest.backend, *manifest.gpu_targets()]),
-        "Machine": machine.summary_line(about),
+        "Machine": machine.summary_line(description),
         "Versions": ", ".join(
-            f"{k} {v}" for k, v in {**about["versions"], **manifest.versions}.items() if v
+            f"{k} {v}" for k, v in {**description["versions"], **manifest.versions}.items() if v
         ),
         "Measured": f"{prompts} prompts with every γ, the fastest of {REPEATS} runs",
         "Command": shlex.join(command),
@@ -134,8 +134,8 @@ def read_prompts(source: str | None) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="python -m bench report", description=__doc__)
-    add = made.add_argument
+    parser = CommandParser(prog="python -m bench report", description=__doc__)
+    add = parser.add_argument
     add("--engines", required=True, metavar="DIR", help="bundle with a draft model")
     add("--prompts", metavar="FILE", help="file with one prompt per line; a line may be a JSON "
         'string, "for several\\nlines" (default: four beginnings of Python files)')  # fmt: skip
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
         help="number of tokens for each prompt and gamma (default: %(default)s)")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T",
         help="sampling temperature (default: 0)")  # fmt: skip
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +162,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.tokens < 2:
         raise OutriderError("option", f"tokens={args.tokens} is out of range", "Use 2 or more.")
     prompts = read_prompts(args.prompts)
-    page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE
+    page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE_FILE
     engine = load(args.engines, reuse=False)  # every text includes its own prefill
     if engine.decoder.draft is None:
         raise OutriderError(

@@ -156,7 +156,7 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
     counted_engine, tokens = engine_with_counts(engine, corpus.train[::step])
     prompt_maker = Prompts(engine.tokenizer, corpus.held_out)
     prompts = {kind: prompt_maker.many(kind, scale.texts, scale.prompt) for kind in KINDS}
-    all_groups, found = list(groups(scale, max_gamma)), []
+    all_groups, results = list(groups(scale, max_gamma)), []
     for number, group in enumerate(all_groups, 1):
         clock.note(f"{number} of {len(all_groups)} groups | {group.section}: {group.name}")
         at: dict[str, Any] = {"temperature": group.temperature}
@@ -168,21 +168,21 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
             runs.decode_all(ways, prompt, scale.tokens, seed, clock)
             for seed, prompt in enumerate(prompts[group.prompts])
         ]
-        found.append(
+        results.append(
             {"section": group.section, "name": group.name, **group_figures(texts, max_gamma)}
         )
     return {
         "bundle": engine.manifest.name, "machine": machine.describe(threads),
         "plain_width": engine.decoder.target.narrowest,
-        "texts": scale.texts, "tokens": scale.tokens, "counted_tokens": tokens, "groups": found,
+        "texts": scale.texts, "tokens": scale.tokens, "counted_tokens": tokens, "groups": results,
     }  # fmt: skip
 
 
-TWO, THREE = ",.2f", ",.3f"
+F2, F3 = ",.2f", ",.3f"
 COLUMNS: tuple[Column, ...] = (
-    ("alpha", "alpha", THREE), ("tau", "tau", TWO), ("drafted_of_a_round", "drafted", TWO),
-    ("accepted_of_drafted", "accepted", ".0%"), ("total", "speed", TWO),
-    ("median", "median", TWO), ("predicted", "predicted", TWO),
+    ("alpha", "alpha", F3), ("tau", "tau", F2), ("drafted_of_a_round", "drafted", F2),
+    ("accepted_of_drafted", "accepted", ".0%"), ("total", "speed", F2),
+    ("median", "median", F2), ("predicted", "predicted", F2),
 )  # fmt: skip
 
 

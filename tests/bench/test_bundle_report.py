@@ -45,7 +45,7 @@ def measurement() -> Measurement:
     return Measurement(findings(texts), texts)
 
 
-def words(m: Measurement) -> str:
+def findings_text(m: Measurement) -> str:
     return told(m.findings, 1, 0.0, 12)
 
 
@@ -54,7 +54,7 @@ def test_the_page_has_what_was_found_and_nothing_is_markup() -> None:
     gain = speedup(alpha, 2, 1 / 7, 9 / 7)
     assert m.expected_speedup(2) == pytest.approx(gain)
     assert m.measured_speedups(2) == [pytest.approx(12 / 5 * 7 / 11)]
-    text = page.render(NASTY, {"Bundle": NASTY}, words(m), m)
+    text = page.render(NASTY, {"Bundle": NASTY}, findings_text(m), m)
     shown = html.unescape(text)
     assert "alpha 0.750 (accepted of examined) | c 0.143 | a plain step 7.00 ms" in shown
     assert f"use --gamma 2: {gain:.2f}x expected, 1.53x measured;" in shown
@@ -69,9 +69,9 @@ def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine()
     costs = replace(m.findings.costs, draft=3.0, verify=m.findings.costs.verify[:2])
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
     dear = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
-    text = page.render("x", {}, words(dear), dear)
+    text = page.render("x", {}, findings_text(dear), dear)
     assert "use --gamma 0: no draft length gains" in text and "0.30 seconds" in text
-    assert "seconds for a core" not in page.render("x", {}, words(m), m)
+    assert "seconds for a core" not in page.render("x", {}, findings_text(m), m)
 
 
 def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +97,9 @@ def test_the_page_of_a_bundle(
     argv = ["--engines", pair, "--prompts", prompts, "--out", out, "--tokens", 8]
     assert page.main([f"{a}" for a in argv]) == 0
     streams = capsys.readouterr()
-    assert streams.out == f"{out / page.PAGE}\n"
+    assert streams.out == f"{out / page.PAGE_FILE}\n"
     assert "prompt 2 of 2, with gamma 0 to 8" in streams.err
-    text = (out / page.PAGE).read_text(encoding="utf-8")
+    text = (out / page.PAGE_FILE).read_text(encoding="utf-8")
     assert all(f"\n{gamma:>5}  " in text for gamma in range(1, 9))
     assert "measured on 2 prompts, 8 tokens for each gamma, temperature 0" in text
     (source,) = re.findall(r'<img src="data:image/png;base64,([^"]*)"', text)
@@ -108,8 +108,8 @@ def test_the_page_of_a_bundle(
     assert f"--out={out} --tokens=8 --temperature=0.0</td>" in text
     # Offline: nothing is fetched, nothing runs.
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<script", text)
-    page.check_page(out / page.PAGE)  # its own may be replaced
-    (out / page.PAGE).write_text("x")
+    page.check_page(out / page.PAGE_FILE)  # its own may be replaced
+    (out / page.PAGE_FILE).write_text("x")
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
     assert "is not a report page" in error_line(capsys.readouterr().err, "disk")
     assert leftovers(out) == []

@@ -298,7 +298,7 @@ SUITE = Suite(
 )
 
 
-def page_of(suite: Suite, results: dict[str, Any]) -> str:
+def render_page(suite: Suite, results: dict[str, Any]) -> str:
     """What is told of results that have been a line of JSON."""
     read = json.loads(json.dumps(results))
     tables = (table.text(markdown=True) for table in suite.tables(read))

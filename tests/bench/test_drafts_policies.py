@@ -94,7 +94,7 @@ def bundle(workshop: Any) -> str:
 
 
 @pytest.fixture
-def made(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
+def run_suite(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A benchmark's JSON object, which names no path."""
 
     def make(suite: Any, scale: Any) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def made(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @slow
-def test_drafts(made: Make) -> None:
+def test_drafts(run_suite: Make) -> None:
     scale = replace(drafts.QUICK, texts=2, tokens=12, gammas=(2, 4), prompt=100, characters=50_000)
-    found = made(drafts, scale)
+    found = run_suite(drafts, scale)
     rows = {(g["section"], g["name"]): g["rows"] for g in found["groups"]}
     for row in (row for some in rows.values() for row in some.values()):
         assert row["speedup"]["total"] > 0 and row["predicted"] > 0
@@ -124,8 +124,8 @@ def test_drafts(made: Make) -> None:
 
 
 @slow
-def test_policies(made: Make) -> None:
-    found = made(
+def test_policies(run_suite: Make) -> None:
+    found = run_suite(
         policies, replace(policies.QUICK, texts=2, tokens=16, fallback=1, fallback_tokens=16)
     )
     *loads, _ = found["workloads"].values()

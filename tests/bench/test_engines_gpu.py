@@ -57,7 +57,7 @@ def programs(folder: Path) -> dict[str, torch.export.ExportedProgram]:
     return {role: read_program(folder / role) for role in ROLES}
 
 
-def said(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
+def program_logits(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
     """Its logits [N, V]."""
     assert program.example_inputs is not None
     (*_, keys, values), _ = program.example_inputs
@@ -88,7 +88,7 @@ def test_noise_sets_the_acceptance(graphs: Path) -> None:
         made = programs(graphs)
         with torch.no_grad():
             fill_weights(made["target"].state_dict, made["draft"].state_dict, delta)
-        p, q = (said(made[role], IDS) for role in ROLES)
+        p, q = (program_logits(made[role], IDS) for role in ROLES)
         at_0.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
         at_1.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item())
         for role, logits in (("target", p), ("draft", q)):
@@ -101,7 +101,7 @@ def test_noise_sets_the_acceptance(graphs: Path) -> None:
         if not delta:
             assert (p - q).abs().max() <= 2**-3  # a rounding of the largest ones
             assert p.std() == pytest.approx(constructed.LOGIT_STD, rel=0.1)
-            assert torch.equal(said(made["target"], IDS.flip(0)).flip(0), p)
+            assert torch.equal(program_logits(made["target"], IDS.flip(0)).flip(0), p)
     for rates in (at_0, at_1):
         assert rates == sorted(rates, reverse=True)
         assert rates[0] > 0.99 and 0.6 < rates[1] < 0.95 and rates[2] < 0.6
@@ -112,8 +112,8 @@ def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> Non
     made = programs(graphs)
     with torch.no_grad():
         fill_weights(made["target"].state_dict, made["draft"].state_dict)
-    usual = said(made["draft"], IDS)
-    kept = said(fitted(made["draft"], 272)[0], IDS)
+    usual = program_logits(made["draft"], IDS)
+    kept = program_logits(fitted(made["draft"], 272)[0], IDS)
     assert (usual.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(kept.float(), usual)
 
@@ -126,13 +126,13 @@ def test_layers_compute_and_add_nothing(graphs: Path) -> None:
     with torch.no_grad():
         fill_weights(weights, made["draft"].state_dict)
         assert all((x != 0).float().mean() > 0.99 for x in weights.values())
-        before = said(made["target"], IDS)
+        before = program_logits(made["target"], IDS)
         lost = [x for n, x in weights.items() if n.endswith(("o_proj.weight", "down_proj.weight"))]
         assert len(lost) == 2 * SHAPES["tiny"].target.num_hidden_layers
         for factor, same in ((-1, True), (64, False)):
             for matrix in lost:
                 matrix *= factor
-            assert torch.equal(said(made["target"], IDS), before) is same
+            assert torch.equal(program_logits(made["target"], IDS), before) is same
 
 
 def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:

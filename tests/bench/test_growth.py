@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_core import CODE, PROSE, page_of
-from test_side import SPARSE, Pretender
+from test_core import CODE, PROSE, render_page
+from test_side import SPARSE, FakeContext
 
 from bench.core import pair
 from bench.core.clock import LOST_LIMIT, Clock, Sample
@@ -22,7 +22,7 @@ WEIGHTS = {"16m": 64 * 10**6, "46m": 184 * 10**6, "bundled": 22 * 10**6}
 opened: list[int] = []  # slots of processes that were asked for steps
 
 
-class FakePeer(Pretender):
+class FakePeer(FakeContext):
     """10 ms for each slot and position, a second for 100 tokens of a prompt, 0.1 s a token."""
 
     def __init__(self, name: str, slots: int):
@@ -76,7 +76,7 @@ def test_every_curve_and_what_is_told_of_it(growing: GrowthRun) -> None:
     peak = ends["peak of memory"]
     assert (peak["y"], peak["floor"]) == pytest.approx((368e6 / 2**20, 185e6 / 2**20), rel=1e-3)
     assert not growing.time_point(1, [Sample(1.0, 2 * LOST_LIMIT)] * 9, 1)["quiet"]
-    assert "model size: parameters" in page_of(SUITE, results)
+    assert "model size: parameters" in render_page(SUITE, results)
 
 
 def test_a_table_has_values_floors_marks_and_exponents() -> None:

@@ -31,7 +31,7 @@ def logits_of(rows, seed, vocab_size):
     return target, target + rng.standard_normal((rows, vocab_size), np.float32)
 
 
-def both(library, seed, scale, other=None):
+def compared(library, seed, scale, other=None):
     """What a position emits, and how often a draft token stands: by every outcome of the rule, and
     by formula, of `other` scale. scale: None for the exact rule."""
     models = Models(seed, 1, scale=3.0)
@@ -52,14 +52,14 @@ def both(library, seed, scale, other=None):
 @pytest.mark.parametrize("scale", [None, 1.0, 10.0, 1e3])
 def test_the_formula_is_what_a_verification_emits(backend, scale):
     for seed in range(3):
-        (weights, accepted), (expected, rate) = both(open_backend(backend), seed, scale)
+        (weights, accepted), (expected, rate) = compared(open_backend(backend), seed, scale)
         assert weights.sum() == pytest.approx(1, abs=2e-6)
         assert accepted == pytest.approx(rate, abs=1e-6)
         assert sigmoid.total_variation(weights, expected) < 2e-6
 
 
 def test_the_comparison_notices_another_scale():
-    (weights, accepted), (expected, rate) = both(open_backend("numpy"), 0, 1.0, other=1.3)
+    (weights, accepted), (expected, rate) = compared(open_backend("numpy"), 0, 1.0, other=1.3)
     assert abs(accepted - rate) > 1e-3
     assert sigmoid.total_variation(weights, expected) > 1e-3
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from rounds import cases
-from test_core import page_of
-from test_side import Pretender
+from test_core import render_page
+from test_side import FakeContext
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from bench.core import pair as pairs
@@ -28,7 +28,7 @@ from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from bench.systems.worker import step_share
 
 SIZES = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
-HEARD = {**SIZES, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}
+AUDIO = {**SIZES, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}
 TINY = {
     "t5-tiny": Seq2SeqShape(
         "T5Config", {"vocab_size": 4200, "d_kv": 16},
@@ -37,14 +37,14 @@ TINY = {
     ),
     "whisper-tiny": Seq2SeqShape(
         "WhisperConfig", {"vocab_size": 4200, "num_mel_bins": 80},
-        {**HEARD, "decoder_layers": 2}, {**HEARD, "decoder_layers": 1}, True, (4197, 4199),
+        {**AUDIO, "decoder_layers": 2}, {**AUDIO, "decoder_layers": 1}, True, (4197, 4199),
     ),
 }  # fmt: skip
 SCALE = Seq2SeqScale(2, (96, 24), (30, 24), 24)
 
 
 @pytest.fixture(scope="module", params=cases(["t5-tiny"], TINY))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SEQ2SEQ, request.param, TINY[request.param])
         return pairs.make(request.param, 0.8, tmp_path_factory.mktemp("pairs"))
@@ -68,19 +68,19 @@ def logits(model: Any, shape: Seq2SeqShape, ids: torch.Tensor) -> torch.Tensor:
         return model(**{model.main_input_name: given}, decoder_input_ids=ids[None]).logits[0]
 
 
-def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> None:
+def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(pair: Pair) -> None:
     """The formula against the models as Transformers runs them, source, layers and all."""
-    shape = TINY[made.shape]
+    shape = TINY[pair.shape]
     ids = torch.randint(1, 4100, (200,), generator=torch.Generator().manual_seed(3))
-    p, q = (logits(load(folder, shape), shape, ids) for folder in (made.target, made.draft))
-    said = [seq2seq.greedy_output(shape, made.target, int(token), 1)[0] for token in ids[:40]]
+    p, q = (logits(load(folder, shape), shape, ids) for folder in (pair.target, pair.draft))
+    said = [seq2seq.greedy_output(shape, pair.target, int(token), 1)[0] for token in ids[:40]]
     assert (p[:40].argmax(-1) == torch.tensor(said)).sum() >= 39  # a tie may fall otherwise
     assert len(set(said)) > 30
     p, q = p.softmax(-1), q.softmax(-1)
     assert abs(float(torch.minimum(p, q).sum(-1).mean()) - 0.8) < 0.06
     assert float(p[:, seq2seq.END_OF_TEXT].max()) < 1e-4
     if shape.is_audio:  # one encoder
-        weights = (load(f, shape).get_encoder().state_dict() for f in (made.target, made.draft))
+        weights = (load(f, shape).get_encoder().state_dict() for f in (pair.target, pair.draft))
         one, other = weights
         assert all(torch.equal(one[name], other[name]) for name in one | other)
 
@@ -101,10 +101,10 @@ def test_the_named_shapes_have_as_many_parameters(
         assert expected is None or model.num_parameters() == expected
 
 
-def test_a_step_reads_the_matrices_that_it_multiplies_with(made: Pair) -> None:
+def test_a_step_reads_the_matrices_that_it_multiplies_with(pair: Pair) -> None:
     """Those of modules that run for one more token, whatever they are called."""
-    shape = TINY[made.shape]
-    model = load(made.target, shape)
+    shape = TINY[pair.shape]
+    model = load(pair.target, shape)
     given = {model.main_input_name: torch.tensor(source(shape))[None]}
     run: dict[int, int] = {}
     with torch.no_grad():
@@ -118,11 +118,11 @@ def test_a_step_reads_the_matrices_that_it_multiplies_with(made: Pair) -> None:
         cache = first.past_key_values
         model(encoder_outputs=hidden, past_key_values=cache, decoder_input_ids=torch.tensor([[2]]))
     matrices = sum(run.values())
-    read = step_share(made.target) * model.num_parameters()
+    read = step_share(pair.target) * model.num_parameters()
     assert matrices < read < 1.1 * matrices  # norms and positions are the rest
     assert read < 0.95 * model.num_parameters()
     heads = model.config.decoder_attention_heads if shape.is_audio else model.config.num_heads
-    assert row_bytes(made.target, 4) == 2 * 2 * heads * 16 * 4
+    assert row_bytes(pair.target, 4) == 2 * 2 * heads * 16 * 4
 
 
 def test_what_is_read() -> None:
@@ -140,7 +140,7 @@ def test_who_reads_sources() -> None:
     assert {"llama.cpp q4_0 plain"} < {s.name for s in systems(["llama.cpp"], ["int4"])}
 
 
-class FakePeer(Pretender):
+class FakePeer(FakeContext):
     """Encodes in a tenth of a second, and says a token each hundredth."""
 
     facts: ClassVar[dict[str, Any]] = {
@@ -164,15 +164,15 @@ class FakePeer(Pretender):
 
 
 def test_a_whole_run_of_sources_with_systems_that_only_pretend(
-    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = made.shape
+    name = pair.shape
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     monkeypatch.setattr(FakePeer, "asked", [])
     monkeypatch.setitem(SEQ2SEQ, name, TINY[name])
     chosen = systems(list(SYSTEMS), ["float32"], "seq2seq")
-    work = jobs(SCALE, made, chosen, (0.0, 1.0))
-    side = SideRun(made, 1, tmp_path, Clock(), max_len=448, warm_ups=1)
+    work = jobs(SCALE, pair, chosen, (0.0, 1.0))
+    side = SideRun(pair, 1, tmp_path, Clock(), max_len=448, warm_ups=1)
     results = run(side, chosen, [work], None)
     assert {request.begin[:-1] for request in FakePeer.asked} == {TINY[name].begin}
     cells = results["cells"]
@@ -180,11 +180,11 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     row = cells[0]["rows"][0]
     rows = 1500 if TINY[name].is_audio else 96
     rows += len(TINY[name].begin) + 1 + 12  # and half of the text
-    floor = 10**7 + rows * row_bytes(made.target, 4)
+    floor = 10**7 + rows * row_bytes(pair.target, 4)
     assert row[PLAIN]["bytes"] == 23 * floor
     assert row[PLAIN]["encode"] == 0.1 and row[PLAIN]["whole"] == pytest.approx(0.34)
     assert ("outrider lookup" in row) == (not TINY[name].is_audio)
-    lines = page_of(SUITE, results).splitlines()
+    lines = render_page(SUITE, results).splitlines()
     assert any("| encoder ms | whole text ms |" in line for line in lines)
     assert (
         "| outrider draft, speed vs. outrider plain | at least 1.5 | 2.00 (2.00 to 2.00) | yes |"
@@ -199,22 +199,22 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     )
 
 
-def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:
-    shape = TINY[made.shape]
+def _check_known_output(pair: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:
+    shape = TINY[pair.shape]
     options: dict[str, Any] = {"threads": 1, "work": work, "max_len": 128}
-    with Peer(name, made.target, draft=made.draft, **options) as peer:
+    with Peer(name, pair.target, draft=pair.draft, **options) as peer:
         for number, mode in enumerate(modes):
             first = 200 + number
             begin = (*shape.begin, first)
             (text,) = peer.generate(Request([source(shape, number)], 16, mode, begin=begin))
-            assert text.tokens == seq2seq.greedy_output(shape, made.target, first, 16), mode
+            assert text.tokens == seq2seq.greedy_output(shape, pair.target, first, 16), mode
             assert ("encode" in text.notes) == (shape.is_audio or name != "ctranslate2")
             assert 0 < text.notes.get("encode", 1e-9) < text.times[0]
             asked = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
             drawn = [said.tokens for one in asked for said in peer.generate(one)]
             assert drawn[0] != text.tokens
         assert (
-            0 < peer.facts["weights"] < 4 * made.target.joinpath("model.safetensors").stat().st_size
+            0 < peer.facts["weights"] < 4 * pair.target.joinpath("model.safetensors").stat().st_size
         )
 
 
@@ -223,7 +223,7 @@ MODES = {name: modes for (name, bits), modes in MEASURED["seq2seq"].items() if b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
-def test_systems_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
+def test_systems_read_sources(pair: Pair, name: str, tmp_path: Path) -> None:
     if (reason := SYSTEMS[name].missing_reason()) is not None:
         pytest.skip(reason)
-    _says_what_is_known(made, name, MODES[name], tmp_path)
+    _check_known_output(pair, name, MODES[name], tmp_path)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 from commands import error_line
-from test_core import CODE, PROSE, Letters, page_of
+from test_core import CODE, PROSE, Letters, render_page
 from workshop import Workshop
 
 from bench.core import pair
@@ -54,7 +54,7 @@ def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) ->
     return Text(list(range(len(times))), times, [0.0] * len(times), notes=dict(notes))
 
 
-class Pretender:
+class FakeContext:
     """What a peer's process is opened and closed as: nothing to do."""
 
     def __enter__(self) -> Self:
@@ -161,7 +161,7 @@ def test_who_gets_which_workload() -> None:
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
-class FakePeer(Pretender):
+class FakePeer(FakeContext):
     """Answers as fast as it is told, with facts of a model of 10 MB."""
 
     facts: ClassVar[dict[str, Any]] = {
@@ -266,7 +266,7 @@ def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Pat
     assert results["memory"][PLAIN]["cache"] == 192 * 8
     assert results["memory"][DRAFT]["cache"] == 2 * 192 * 8
 
-    page = page_of(SUITE, results)
+    page = render_page(SUITE, results)
     lines = page.splitlines()
     assert any(line.startswith(f"| {PLAIN} | 100.0 |") and "| 3.00 |" in line for line in lines)
     assert any(line.startswith(f"| 4 together, {PLAIN} |") for line in lines)

@@ -28,9 +28,9 @@ from bench.systems.worker import Arrivals
 
 MODES = {name: modes for (name, bits), modes in MEASURED["text"].items() if bits == "float32"}
 NEW_TOKENS = 48
-END = 0  # the checkpoints' end of text
+END_OF_TEXT = 0  # the checkpoints' end of text
 PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
-TOGETHER = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
+BATCH = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,12 @@ def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
 def plain(transformers: Peer) -> list[list[int]]:
     """The greedy tokens of the prompts. One goes on after an end of text."""
     texts = [text.tokens for text in _texts(transformers, "plain")]
-    assert any(END in tokens[:-1] for tokens in texts)
+    assert any(END_OF_TEXT in tokens[:-1] for tokens in texts)
     assert all(len(set(tokens)) > 5 for tokens in texts)
     return texts
 
 
-def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
+def _check_greedy_tokens(peer: Peer, mode: str, plain: list[list[int]]) -> None:
     """Greedily, in rounds that fit the mode, from a prompt of which nothing was kept."""
     texts = _texts(peer, mode)
     assert [text.tokens for text in texts] == plain, mode
@@ -81,13 +81,13 @@ def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
     assert mode not in ("draft", "assistant") or rounds < 1.5 * NEW_TOKENS
 
 
-def _together(peer: Peer, mode: str = "plain") -> None:
+def _check_batch(peer: Peer, mode: str = "plain") -> None:
     """They say what each says alone, as far as an end of text, after which one may be padded."""
-    texts = peer.generate(Request(TOGETHER, 12, mode))
-    assert len(texts) == len(TOGETHER)
-    for prompt, text in zip(TOGETHER, texts, strict=True):
+    texts = peer.generate(Request(BATCH, 12, mode))
+    assert len(texts) == len(BATCH)
+    for prompt, text in zip(BATCH, texts, strict=True):
         alone = peer.generate(Request([prompt], 12))[0].tokens
-        size = alone.index(END) if END in alone else len(alone)
+        size = alone.index(END_OF_TEXT) if END_OF_TEXT in alone else len(alone)
         assert size > 2 and text.tokens[:size] == alone[:size]
         assert len(text.times) == 12 and text.times == sorted(text.times)
     assert mode != "plain" or texts[0].times[-1] == texts[1].times[-1]  # of one step
@@ -99,7 +99,7 @@ def _together(peer: Peer, mode: str = "plain") -> None:
 
 @pytest.mark.parametrize("mode", MODES["transformers"])
 def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
-    _says_the_same(transformers, mode, plain)
+    _check_greedy_tokens(transformers, mode, plain)
 
 
 @pytest.mark.parametrize("mode", ["plain", "draft"])
@@ -110,9 +110,9 @@ def test_transformers_draws_by_the_seed(transformers, plain, mode):
 
 
 def test_transformers_decodes_texts_together(transformers):
-    _together(transformers)
+    _check_batch(transformers)
     with pytest.raises(Unavailable, match="batch_size = 1"):
-        transformers.generate(Request(TOGETHER, 12, "draft"))
+        transformers.generate(Request(BATCH, 12, "draft"))
 
 
 def test_facts_of_a_system(transformers, pair):
@@ -229,17 +229,17 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
         made = workshop.bundle(target, draft)
         cached_folder(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
     with Peer(name, target, draft=draft, slots=2, work=tmp_path, max_len=CONTEXT) as peer:
-        _together(peer)
+        _check_batch(peer)
         if name == "outrider":
-            _together(peer, "draft")
+            _check_batch(peer, "draft")
             samples = peer.time_steps(StepsRequest(40, [1, 3], slots=2, patience=0.0))
             assert set(samples) == {"draft", "1", "3"}
             assert all(s.seconds > 0 for some in samples.values() for s in some)
         else:
             with pytest.raises(Unavailable, match="drafts"):
-                peer.generate(Request(TOGETHER, 12, "draft"))
+                peer.generate(Request(BATCH, 12, "draft"))
         for mode in MODES[name]:
-            _says_the_same(peer, mode, plain)
+            _check_greedy_tokens(peer, mode, plain)
             one, again = (_tokens(peer, mode, 1) for _ in range(2))
             assert one != [tokens[:16] for tokens in plain], mode
             # "auto" drafts by what rounds cost, and other rounds draw other tokens.

@@ -84,7 +84,7 @@ class Checks:
 
     def certificates(self) -> dict[str, Any]:
         """Certify the output at temperature 0 and above, with the token and the block rule."""
-        found = {}
+        certificates = {}
         rules: dict[str, dict[str, Any]] = {
             "temperature 0": {"temperature": 0.0},
             "temperature 1": {"temperature": 1.0, "seed": 1000},
@@ -95,8 +95,11 @@ class Checks:
             certificate = certify(self.engine, PROMPTS[0], whole).json_object()
             for kind in ("near_ties", "violations"):  # hundreds would flood the end of the log
                 certificate[kind] = {"all": len(certificate[kind]), "first": certificate[kind][:4]}
-            found[name] = certificate
-        return {"passed": all(certificate["passed"] for certificate in found.values()), **found}
+            certificates[name] = certificate
+        return {
+            "passed": all(certificate["passed"] for certificate in certificates.values()),
+            **certificates,
+        }
 
     def graphs(self) -> dict[str, Any]:
         """Check that replayed graphs and calls launched one by one give the same tokens, in one
@@ -166,9 +169,9 @@ class Checks:
 
 def find_ties(reference: TextEngine, prompt: Sequence[int], text: Sequence[int]) -> list[Tie]:
     """Compare every token of a text with the reference's choice after the preceding tokens."""
-    found: list[Tie] = []
+    ties: list[Tie] = []
     done = 0
-    while done < len(text) and len(found) <= max(4, MAX_TIE_SHARE * len(text)):
+    while done < len(text) and len(ties) <= max(4, MAX_TIE_SHARE * len(text)):
         own = reference.generate(
             [*prompt, *text[:done]], max_new_tokens=len(text) - done, gamma=0, ignore_eos=True,
             logprobs=TOP_LOGPROBS,
@@ -181,9 +184,9 @@ def find_ties(reference: TextEngine, prompt: Sequence[int], text: Sequence[int])
                     round(likely[best.id] - likely[token], 4) if token in likely else MAX_MARGIN
                 )
                 tie = {"position": done - 1, "token": token, "best": best.id, "margin": margin}
-                found.append(tie)
+                ties.append(tie)
                 break
-    return found
+    return ties
 
 
 def judge_ties(ties: list[Tie], tokens: int) -> dict[str, Any]:

@@ -155,17 +155,17 @@ def check_bigram(weights: Weights, tokens: Sequence[int], output: Sequence[int])
     rows = _named(weights, "embed_tokens.weight")[list(tokens)].float().cpu().numpy()
     rows = as_bfloat16(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
     matrix = _named(weights, "lm_head.weight")
-    ids, place = np.array(output), np.arange(len(output))
+    ids, index = np.array(output), np.arange(len(output))
     best, chosen = np.full(len(output), -np.inf, np.float32), np.empty(len(output), np.float32)
     expected = np.zeros(len(output), np.int64)
     for begin in range(0, len(matrix), CHUNK):
         part = matrix[begin : begin + CHUNK].float().cpu().numpy()
         logits = as_bfloat16(rows @ part.T)
         first = logits.argmax(-1)
-        larger = logits[place, first] > best
-        expected[larger], best[larger] = begin + first[larger], logits[place, first][larger]
+        larger = logits[index, first] > best
+        expected[larger], best[larger] = begin + first[larger], logits[index, first][larger]
         inside = (ids >= begin) & (ids < begin + len(part))
-        chosen[inside] = logits[place[inside], ids[inside] - begin]
+        chosen[inside] = logits[index[inside], ids[inside] - begin]
     differ = expected != ids
     margins = (best - chosen)[differ]
     near = int((margins <= NEAR_TIE_MARGIN).sum())

@@ -30,8 +30,8 @@ KINDS: dict[str, Any] = {"check": Checks, "times": Times}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
+    parser = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
     for name in ("checkpoints", "build", *KINDS):
         add = commands.add_parser(name).add_argument
         add("folder", type=Path, metavar="FOLDER")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         add("--quick", action="store_true", help="fewer settings and shorter texts")
         if name == "check":
             add("--only", action="append", choices=[*Checks.NAMES, "loop"])
-    return made
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

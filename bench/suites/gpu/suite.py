@@ -90,16 +90,16 @@ def parts(out: Path, architecture: str) -> list[Part]:
         Part(
             "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=40
         ),
-        *timed_pair_parts("1b+small", workplace(4), (220, 200), (80, 130)),
+        *timed_pair_parts("1b+small", work_folder(4), (220, 200), (80, 130)),
     ]
     second = [
         # Holes in the weights file read as zeros when it is compiled or loaded, so in memory they
         # take their full size.
-        *timed_pair_parts("8b+1b", workplace(20), (240, 270), (130, 190), min_left=240),
+        *timed_pair_parts("8b+1b", work_folder(20), (240, 270), (130, 190), min_left=240),
         Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=120),
     ]
     third = [
-        *bundled_pair_parts(workplace(1)),
+        *bundled_pair_parts(work_folder(1)),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
                               "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
                               *KERNEL_TESTS], 120, expected=60),
@@ -118,15 +118,15 @@ def parts(out: Path, architecture: str) -> list[Part]:
 
 
 def timed_pair_parts(
-    pair: str, place: Path, limits: Sequence[float], expected: Sequence[float], *,
+    pair: str, parent: Path, limits: Sequence[float], expected: Sequence[float], *,
     device: str = "cuda", min_left: float = 60,
 ) -> list[Part]:  # fmt: skip
     """Parts that build a constructed pair without its weights, time it, and remove it.
 
-    place: folder for the pair and its report, which is also copied into gpu-check.json. limits,
+    parent: folder for the pair and its report, which is also copied into gpu-check.json. limits,
     expected: seconds for the build and for the times.
     """
-    folder, report = place / pair, place / f"{pair}-times.json"
+    folder, report = parent / pair, parent / f"{pair}-times.json"
     on_device = ["--device", device]
     return [
         Part(f"{pair}: build", [*ENGINES, "build", folder, "--pair", pair, *on_device], limits[0],
@@ -137,17 +137,17 @@ def timed_pair_parts(
     ]  # fmt: skip
 
 
-def bundled_pair_parts(place: Path, *, device: str = "cuda") -> list[Part]:
+def bundled_pair_parts(parent: Path, *, device: str = "cuda") -> list[Part]:
     """Parts that build the bundled pair as `make engines` does, and compare it with ONNX Runtime on
-    the CPU in float32. place: see `timed_pair_parts`."""
-    folder = place / "bundled"
+    the CPU in float32. parent: see `timed_pair_parts`."""
+    folder = parent / "bundled"
     target, graphs, reference = folder / "target", folder / "graphs", folder / "reference-graphs"
     models = ["--model", target, "--draft", folder / "draft"]
     export = [*PYTHON, "export", *models, "--cache", folder / "cache"]
     build = [*PYTHON, "engines", "--out"]
     compiled = ["--backend", "aotinductor", "--sm", "cpu" if device == "cpu" else ""]
     torch, config = ["--dtype", DTYPE, "--format", "torch"], target / "config.json"
-    checked, loop = place / "bundled-check.json", place / "bundled-loop.json"
+    checked, loop = parent / "bundled-check.json", parent / "bundled-loop.json"
     check = [*ENGINES, "check", folder, "--device", device, "--json"]
     bundle = folder / "bundle" / "manifest.json"
     found = [
@@ -165,7 +165,7 @@ def bundled_pair_parts(place: Path, *, device: str = "cuda") -> list[Part]:
     return [replace(part, name=f"bundled: {part.name}") for part in found]
 
 
-def workplace(gib: float) -> Path:
+def work_folder(gib: float) -> Path:
     """The folder for bundles. It is not the report's folder, which is copied. It is in memory if
     files of that size leave most of it free, because a disk may write only 0.2 GB/s."""
     memory = Path("/dev/shm")

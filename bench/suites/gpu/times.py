@@ -282,8 +282,8 @@ class Times:
         return result
 
     def _peer(self, role: str) -> Any:
-        own = engine_weights(self.engine, role) if is_constructed(self.engine) else None
-        return transformers_model(self.folder / role, self.device, own)
+        shared = engine_weights(self.engine, role) if is_constructed(self.engine) else None
+        return transformers_model(self.folder / role, self.device, shared)
 
 
 def hf_generate(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
@@ -309,10 +309,10 @@ def weight_bytes(checkpoint: Path, size: int) -> int:
 
 
 def transformers_model(
-    checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None
+    checkpoint: Path, device: str, shared: Mapping[str, torch.Tensor] | None
 ) -> Any:
-    """Load a Transformers model on a device. own: weights of a constructed pair's engine, by their
-    names in its graph, which the model then shares; None to load the checkpoint's."""
+    """Load a Transformers model on a device. shared: weights of a constructed pair's engine, by
+    their names in its graph, which the model then shares; None to load the checkpoint's."""
     import torch
     import transformers
 
@@ -320,13 +320,13 @@ def transformers_model(
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     options = {"dtype": getattr(torch, DTYPE), "attn_implementation": "sdpa"}
-    if own is None:
+    if shared is None:
         model = library.AutoModelForCausalLM.from_pretrained(checkpoint, **options).to(device)
     else:
         config = library.AutoConfig.from_pretrained(checkpoint)
         with torch.device("meta"):
             model = library.AutoModelForCausalLM.from_config(config, **options)
-        named = {name.partition("decoder.model.")[2]: weight for name, weight in own.items()}
+        named = {name.partition("decoder.model.")[2]: weight for name, weight in shared.items()}
         state = {name: named[name] for name in model.state_dict()}
         model.load_state_dict(state, assign=True)
         # Its buffers are computed, not loaded.

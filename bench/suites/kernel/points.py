@@ -30,17 +30,17 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
     for p in results["points"]:
         ms = {call: figure["ms"] for call, figure in p["times"].items()}
         memory = 1e6 * results["bandwidth_gb_s"]  # bytes per millisecond
-        made = {"V": p["vocab_size"], "γ": p["gamma"], "B": p["batch"]}
-        made |= ms | {f"accepted by {rule}": mean for rule, mean in p["accepted"].items()}
+        point = {"V": p["vocab_size"], "γ": p["gamma"], "B": p["batch"]}
+        point |= ms | {f"accepted by {rule}": mean for rule, mean in p["accepted"].items()}
         for call, size in p["bytes"].items():
-            made |= {
+            point |= {
                 f"floor of {call}": size / memory,
                 f"share of {call}": size / memory / ms[call],
             }
         for a, b in permutations(ms, 2):
-            made |= {f"{a} / {b}": ms[a] / ms[b], saved_key(a, b): 1 - ms[a] / ms[b]}
-        made["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
-        points.append(made)
+            point |= {f"{a} / {b}": ms[a] / ms[b], saved_key(a, b): 1 - ms[a] / ms[b]}
+        point["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
+        points.append(point)
     return points
 
 

@@ -116,14 +116,14 @@ class _NudgedSampler(NumpySampler):
         return min(super()._uniform(place, step, purpose) * (1 + self._nudge), MAX_UNIFORM)
 
 
-def disagreements(round_: Round, ours: list[Outcome]) -> list[int]:
-    """The slots in which any token of `ours` differs from the reference.
+def disagreements(round_: Round, outcomes: list[Outcome]) -> list[int]:
+    """The slots in which any token of `outcomes` differs from the reference.
 
     For these, the reference is run again with its uniforms a few float32 roundings lower and
     higher. A slot whose outcome changes is a borderline case and does not count.
     """
     expected = round_.outcomes(round_.reference)
-    differ = [b for b, (a, c) in enumerate(zip(ours, expected, strict=True)) if a != c]
+    differ = [b for b, (a, c) in enumerate(zip(outcomes, expected, strict=True)) if a != c]
     if differ:
         lower, higher = (
             round_.outcomes(_NudgedSampler(round_.vocab_size, nudge)) for nudge in (-NUDGE, NUDGE)

@@ -141,7 +141,7 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
     for name in calls:
         variant, way = name.split(": ")
         if variant in rounds:
-            work[name] = partial(_each, [WAYS[way](r) for r in rounds[variant]])
+            work[name] = partial(_run_all, [WAYS[way](r) for r in rounds[variant]])
             # Some ways normalise the draft's rows themselves instead of in the draft steps.
             normalised_rows = (
                 accepted[variant] if way in (FROM_LOGITS, TRANSFORMERS, FUNCTION_ONLY) else 0
@@ -164,6 +164,6 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
     }  # fmt: skip
 
 
-def _each(calls: Sequence[Call]) -> None:
+def _run_all(calls: Sequence[Call]) -> None:
     for call in calls:
         call()

@@ -143,7 +143,7 @@ def measure_fallback(
     """The loss compared with plain decoding, by draft and way. Drafts: the workload's own, and
     random tokens."""
     prompts, own = workload
-    gamma, found = min(FALLBACK_GAMMA, engine.decoder.max_gamma), {}
+    gamma, losses = min(FALLBACK_GAMMA, engine.decoder.max_gamma), {}
     for name, options in {
         "code, T=1, draft 3": own,
         "random, T=1": {"draft": "random", "temperature": 1.0},
@@ -166,10 +166,10 @@ def measure_fallback(
             for seed, prompt in enumerate(prompts[: scale.fallback])
         ]
         undisturbed = runs.undisturbed_texts(texts)
-        found[name] = {
+        losses[name] = {
             way: speed_loss(undisturbed, way) for way in (FIXED_GAMMA, FALLBACK, AUTO, PLAIN_REPEAT)
         }
-    return found
+    return losses
 
 
 def speed_loss(texts: TextRuns[str], way: str) -> float:
@@ -216,7 +216,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     }
 
 
-TWO, THREE = ",.2f", ",.3f"
+F2, F3 = ",.2f", ",.3f"
 
 
 def goals(results: Results) -> list[tuple[str, float, bool]]:
@@ -240,8 +240,8 @@ def tables(results: Results) -> list[Table]:
     """Tables of speeds relative to plain decoding by gamma and policy, of losses, and of goals."""
     workloads = results["workloads"]
     columns: list[Column] = [
-        ("alpha", "alpha", TWO), *((name, name, TWO) for name in workloads[ALL]["speeds"]),
-        ("auto_of_best", "auto/best", THREE), ("auto_of_best_error", "±", THREE),
+        ("alpha", "alpha", F2), *((name, name, F2) for name in workloads[ALL]["speeds"]),
+        ("auto_of_best", "auto/best", F3), ("auto_of_best_error", "±", F3),
         ("noise", "noise", ".1%"),
     ]  # fmt: skip
     speeds = (

@@ -162,16 +162,18 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     ])  # fmt: skip
     chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
     if args.model:
-        made = pair.from_checkpoints(args.model, args.draft)
-        chosen = [system for system in chosen if made.draft or system.mode in DRAFTLESS]
+        model_pair = pair.from_checkpoints(args.model, args.draft)
+        chosen = [system for system in chosen if model_pair.draft or system.mode in DRAFTLESS]
     else:
-        made = pair.make(shape, 0.8 if args.alpha is None else args.alpha, args.work)
-    side = SideRun(made, args.threads, args.work, clock)
+        model_pair = pair.make(shape, 0.8 if args.alpha is None else args.alpha, args.work)
+    side = SideRun(model_pair, args.threads, args.work, clock)
     if models == "seq2seq":
         side.max_len, side.warm_ups = SEQ2SEQ_MAX_LEN, 1
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
-        return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH_TEMPERATURES)], None)
-    side.max_len = min(side.max_len, made.context)
+        return run(
+            side, chosen, [seq2seq.jobs(reading, model_pair, chosen, BOTH_TEMPERATURES)], None
+        )
+    side.max_len = min(side.max_len, model_pair.context)
     scale = QUICK if args.quick else FULL
     texts = [MEMORY_SHAPE, *(sizes for _, *sizes, _ in (scale.shared, *scale.lengths))]
     longest = max(map(sum, texts)) + GAMMA
@@ -179,12 +181,12 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         (longest > side.max_len, f"texts of {longest} tokens are longer than the model's "
          f"{side.max_len}", "Use --quick." if scale is FULL else "Use another --model."),
     ])  # fmt: skip
-    prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
+    prompts = Prompts(Tokenizer(model_pair.target / TOKENIZER_FILE), collect().held_out, seed=1)
     try:
-        works = [single_jobs(scale, prompts, chosen), batch_jobs(scale, prompts, chosen)]
+        job_groups = [single_jobs(scale, prompts, chosen), batch_jobs(scale, prompts, chosen)]
     except ValueError as error:
         raise OutriderError("option", str(error), "Use a --model with another tokenizer.") from None
-    return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
+    return run(side, chosen, job_groups, prompts.completion(MEMORY_SHAPE[0]))
 
 
 SUITE = Suite(

@@ -25,29 +25,29 @@ MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
 EQUAL_BITS = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
 FLOAT32_PEERS = (BASE, "genai plain", LLAMA)  # the peers in float32
 Row = Mapping[str, TextFigures]
-ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
+F1, F2, F3 = ",.1f", ",.2f", ",.3f"
 # Figures that are ratios of two sums over texts.
 SHARES = {
     "tau": ("tokens", "rounds"), "of_examined": ("accepted", "examined"),
     "of_drafted": ("accepted", "drafted"), "host": ("host", "spent"), "read": ("bytes", "tokens"),
 }  # fmt: skip
 SPEEDS: tuple[Column, ...] = (
-    ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
-    ("encode", "encoder ms", ONE), ("whole", "whole text ms", ONE),
-    ("tau", "tau", TWO), ("of_examined", "of exam.", ".0%"),
+    ("speed", "tok/s", F1), ("floor", "floor ms", F2), ("first", "first token ms", F1),
+    ("encode", "encoder ms", F1), ("whole", "whole text ms", F1),
+    ("tau", "tau", F2), ("of_examined", "of exam.", ".0%"),
     ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
-    (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
-    (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (PLAIN, "x own", TWO),
+    (BASE, "x Transf.", F2), (LLAMA, "x llama", F2), (Q4, "x q4_0", F2),
+    (CT2, "x CTr.", F2), (CT2_INT8, "x int8", F2), (PLAIN, "x own", F2),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
-    ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
-    ("expected", "expected tau", TWO), ("predicted", "predicted", TWO),
-    ("measured", "measured", TWO), ("quotient", "ratio", TWO),
+    ("alpha", "alpha", F3), ("c", "c", F3), ("verify", "verify", F2), ("given", "tau", F2),
+    ("expected", "expected tau", F2), ("predicted", "predicted", F2),
+    ("measured", "measured", F2), ("quotient", "ratio", F2),
 )  # fmt: skip
 BYTES = "peak", "before", "weights", "cache"
 MEMORY: tuple[Column, ...] = (
     ("peak", "peak MiB", ",.0f"), ("before", "libraries", ",.0f"), ("weights", "weights", ",.0f"),
-    ("cache", "cache", ",.0f"), ("ratio", "peak / needed", TWO), ("own", "without libraries", TWO),
+    ("cache", "cache", ",.0f"), ("ratio", "peak / needed", F2), ("own", "without libraries", F2),
 )  # fmt: skip
 LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", ""), ("count", "loads", ""))
 GOAL: tuple[Column, ...] = (
@@ -123,7 +123,9 @@ def tables(results: Results) -> list[Table]:
     groups: dict[tuple[str, float], list[Results]] = {}
     for cell in cells:
         groups.setdefault((cell["group"], cell["temperature"]), []).append(cell)
-    made = [table for (group, _), some in groups.items() for table in _speeds(group, some, results)]
+    group_tables = [
+        table for (group, _), some in groups.items() for table in _speeds(group, some, results)
+    ]
     theory = [
         (f"{cell['name']}, temperature {cell['temperature']:g}", found)
         for cell in cells
@@ -139,8 +141,8 @@ def tables(results: Results) -> list[Table]:
     ]
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
     wanted = [] if results["pair"]["alpha_wanted"] is None else goals(results)
-    every = [
-        *made,
+    all_tables = [
+        *group_tables,
         make_table("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
         make_table("Memory, one process each", memory, MEMORY),
         make_table("Time to load the target, from converted files", loads, LOADS,
@@ -148,7 +150,7 @@ def tables(results: Results) -> list[Table]:
         make_table("Missing", missing, [("why", "reason", "")]),
         make_table("Goals", wanted, GOAL),
     ]  # fmt: skip
-    return [table for table in every if table.rows]
+    return [table for table in all_tables if table.rows]
 
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
@@ -216,11 +218,13 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
     return found
 
 
-def _goal(kind: str, bound: float, found: Spread | None) -> dict[str, Any]:
+def _goal(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
     met = "not measured"
-    if found is not None:
-        met = "no" if (found.median < bound if kind == "least" else found.median > bound) else "yes"
-    return {"wanted": f"at {kind} {bound:g}", "found": found and str(found), "met": met}
+    if spread is not None:
+        met = (
+            "no" if (spread.median < bound if kind == "least" else spread.median > bound) else "yes"
+        )
+    return {"wanted": f"at {kind} {bound:g}", "found": spread and str(spread), "met": met}
 
 
 def _first_token_ratios(rows: Iterable[Row]) -> list[float]:
