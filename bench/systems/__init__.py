@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SystemModule:
+class Module:
     """A system. worker: its module in this package, and the class. packages: packages that the
     module imports. extra: the extra in pyproject.toml that installs them."""
 
@@ -28,19 +28,15 @@ class SystemModule:
 
 
 SYSTEMS = {
-    "outrider": SystemModule(
-        "outrider.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev"
-    ),
-    "transformers": SystemModule(
-        "transformers.TransformersWorker", ("torch", "transformers"), "dev"
-    ),
-    "genai": SystemModule(
+    "outrider": Module("outrider.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev"),
+    "transformers": Module("transformers.TransformersWorker", ("torch", "transformers"), "dev"),
+    "genai": Module(
         "genai.GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai"
     ),
-    "llama.cpp": SystemModule(
+    "llama.cpp": Module(
         "llama.LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama"
     ),
-    "ctranslate2": SystemModule(
+    "ctranslate2": Module(
         "ctranslate2.CTranslateWorker", ("ctranslate2", "torch", "transformers"), "ctranslate2"
     ),
 }

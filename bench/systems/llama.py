@@ -66,7 +66,7 @@ class LlamaWorker:
         self._target = self._write(setup.target)
         self._draft = self._write(setup.draft) if setup.draft else None
         self._models: dict[str, Any] = {}
-        self._batch_context: _BatchContext | None = None
+        self._batch: _BatchContext | None = None
 
     def load(self) -> dict[str, Any]:
         self._model("plain")
@@ -122,10 +122,8 @@ class LlamaWorker:
         if len(request.prompts) > 1:
             if request.mode != "plain":
                 raise ValueError("the binding drafts for one text at a time")
-            self._batch_context = self._batch_context or _BatchContext(
-                self._model("plain"), self._setup
-            )
-            self._batch_context.generate(request, arrivals)
+            self._batch = self._batch or _BatchContext(self._model("plain"), self._setup)
+            self._batch.generate(request, arrivals)
             return
         model = self._model(request.mode)
         model.reset()  # otherwise it reuses the longest common prefix of the prompts

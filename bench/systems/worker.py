@@ -23,9 +23,7 @@ from ..core.machine import resident_memory
 from . import SYSTEMS
 from .protocol import Request, Setup, StepsRequest, Text, Unavailable
 
-_SOURCE_WEIGHTS = re.compile(
-    r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\."
-)
+_SOURCE_ONLY = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\.")
 
 
 class Arrivals:
@@ -92,7 +90,7 @@ def step_share(checkpoint: Path) -> float:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 sizes[name] = math.prod(file.get_slice(name).get_shape())
-    read = sum(size for name, size in sizes.items() if not _SOURCE_WEIGHTS.search(name))
+    read = sum(size for name, size in sizes.items() if not _SOURCE_ONLY.search(name))
     return read / sum(sizes.values())
 
 

@@ -65,7 +65,7 @@ def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
         "transformers": bad,
     }
     texts = [{name: a_run(*rounds) for name, rounds in ways.items()}] * 2
-    found = policies.workload_figures(texts, 2)
+    found = policies.summarise(texts, 2)
     assert found["best"] == 2 and found["speeds"]["2"] == found["speeds"]["auto"] > 1
     assert found["auto_of_best"] == 1 and found["noise"] == 0
     worse = policies.speed_loss(texts, "transformers")
@@ -159,9 +159,7 @@ def test_every_gamma_tells_the_same_text_with_the_same_coins(
     """At temperature 0 nothing is left to luck: then rounds are those of the engine itself."""
     fixed, sampler = replay.replaying_engine(engine)
     prompt = engine.tokenizer.encode("import ")
-    sampler.text = text = replay.sample_replay_text(
-        engine, prompt, 40, 3, {"temperature": temperature}
-    )
+    sampler.text = text = replay.sample_text(engine, prompt, 40, 3, {"temperature": temperature})
     for gamma in (0, 1, 3, 8):
         options: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
         tokens = fixed.generate(
@@ -192,7 +190,7 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
         options, decoded = {"draft": "model", "temperature": 1.0, **hot}, []
         for seed, prompt in enumerate(prompts):
             if decoder is fixed:
-                sampler.text = replay.sample_replay_text(engine, prompt, 64, seed, options)
+                sampler.text = replay.sample_text(engine, prompt, 64, seed, options)
             decoded.append(runs.decode(Way(decoder, {**options, "gamma": 3}), prompt, 64, seed))
         return total_stats(decoded).acceptance_rate
 

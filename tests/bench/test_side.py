@@ -31,7 +31,7 @@ from bench.suites.side.run import (
     text_figures,
 )
 from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_jobs
-from bench.suites.side.tables import BASE, goals, system_figures
+from bench.suites.side.tables import BASE, figures_of, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from runtime.costs import RoundCosts
@@ -74,22 +74,20 @@ def test_ratios_are_medians_of_those_prompt_by_prompt() -> None:
         {PLAIN: plain(0.1)},
         {PLAIN: plain(0.1), BASE: text_figures([text(5)], "plain", TRAFFIC)},
     ]
-    ours, theirs = (system_figures(rows, name, 5000) for name in (PLAIN, BASE))
+    ours, theirs = (figures_of(rows, name, 5000) for name in (PLAIN, BASE))
     assert ours["speed"] == pytest.approx(10) and ours["tau"] == 1
     assert ours[BASE] == pytest.approx(4) and theirs[PLAIN] == pytest.approx(1 / 4)
-    assert theirs["first"] == 1000 and system_figures(rows, "genai plain", 5000) == {}
+    assert theirs["first"] == 1000 and figures_of(rows, "genai plain", 5000) == {}
 
 
 def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
-    assert system_figures([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
+    assert figures_of([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
     drafted = {
         mode: text_figures([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")
     }
-    found = system_figures([drafted], "draft", 5000)
+    found = figures_of([drafted], "draft", 5000)
     assert found["tau"] == 2 and found["floor"] == pytest.approx(1e3 * 1360 / 5000 / 2)
-    assert (
-        system_figures([drafted], "assistant", 5000)["floor"] is None
-    )  # nobody knows what it drafted
+    assert figures_of([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
 
 
 def test_acceptance_follows_from_rounds_of_a_fixed_gamma() -> None:

@@ -50,12 +50,12 @@ def from_checkpoints(target: Path, draft: Path | None) -> Pair:
 
     # Resolved, because conversions by other systems are cached under the folders' names.
     paths = [path.resolve() if path.exists() else path for path in (target, draft) if path]
-    checkpoints = [find(str(path)) for path in paths]
-    names = [each.path.name for each in checkpoints]
+    found = [find(str(path)) for path in paths]
+    names = [each.path.name for each in found]
     refuse_first([
         (len({*names}) < len(names), f"both folders are named {names[0]}", "Rename one of them."),
     ])  # fmt: skip
-    for each in checkpoints:
+    for each in found:
         refuse_first([
             (each.has_encoder, f"{each.source} is an encoder-decoder, which needs other inputs",
              "Measure a similar shape: --shape t5-base or whisper-small."),
@@ -66,14 +66,8 @@ def from_checkpoints(target: Path, draft: Path | None) -> Pair:
             (not (each.path / TOKENIZER_FILE).is_file(), f"{each.source} has no {TOKENIZER_FILE}",
              "Save its tokenizer with Transformers."),
         ])  # fmt: skip
-    context = min(each.max_len for each in checkpoints)
-    return Pair(
-        checkpoints[0].path,
-        checkpoints[1].path if draft else None,
-        " and ".join(names),
-        None,
-        context,
-    )
+    context = min(each.max_len for each in found)
+    return Pair(found[0].path, found[1].path if draft else None, " and ".join(names), None, context)
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:

@@ -67,7 +67,7 @@ def write(shape: Seq2SeqShape, alpha: float, target: Path, draft: Path) -> None:
             progress.note = f"noise {size:.4f}, alpha {found:.3f}"
         if not target.is_dir():
             _write(shape, shape.target, target, embedding, clean)
-        _write(shape, shape.draft, draft, embedding, _with_noise(clean, noise, size))
+        _write(shape, shape.draft, draft, embedding, _add_noise(clean, noise, size))
 
 
 def configuration(shape: Seq2SeqShape, sizes: dict[str, int]) -> Any:
@@ -95,7 +95,7 @@ def greedy_output(shape: Seq2SeqShape, target: Path, token: int, count: int) -> 
     return output[1:]
 
 
-def _with_noise(clean: torch.Tensor, noise: torch.Tensor, size: float) -> torch.Tensor:
+def _add_noise(clean: torch.Tensor, noise: torch.Tensor, size: float) -> torch.Tensor:
     return (clean + size * noise) / math.sqrt(1 + size**2)
 
 
@@ -109,9 +109,7 @@ def _alpha_of_noise(
     p = clean_logits.softmax(-1)
 
     def alpha_of(size: float) -> float:
-        return float(
-            acceptance(p, _with_noise(clean_logits, noise_logits, size).softmax(-1)).mean()
-        )
+        return float(acceptance(p, _add_noise(clean_logits, noise_logits, size).softmax(-1)).mean())
 
     return alpha_of
 

@@ -96,10 +96,7 @@ class Checks:
             for kind in ("near_ties", "violations"):  # hundreds would flood the end of the log
                 certificate[kind] = {"all": len(certificate[kind]), "first": certificate[kind][:4]}
             certificates[name] = certificate
-        return {
-            "passed": all(certificate["passed"] for certificate in certificates.values()),
-            **certificates,
-        }
+        return {"passed": all(each["passed"] for each in certificates.values()), **certificates}
 
     def graphs(self) -> dict[str, Any]:
         """Check that replayed graphs and calls launched one by one give the same tokens, in one

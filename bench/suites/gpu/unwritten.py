@@ -52,9 +52,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
     shutil.rmtree(folder, ignore_errors=True)  # so that no old bundle is measured
     pair, bundle = SHAPES[name], folder / "bundle"
     capacity = slot_rows(pair.length, MAX_GAMMA)
-    make = partial(
-        _build_role, folder, name, pair.length, capacity, "cpu" if device == "cpu" else ""
-    )
+    make = partial(_compile, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
     # Spawned instead of forked, so that the parent's threads and GPU driver are not inherited.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         roles = "target", "draft"
@@ -78,7 +76,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
     write_json(bundle / MANIFEST_FILE, "manifest", manifest)
 
 
-def _build_role(
+def _compile(
     folder: Path, name: str, length: int, capacity: int, sm: str, role: str, shape: Shape
 ) -> tuple[GraphFacts, EngineFacts]:
     from engines import aotinductor

@@ -39,7 +39,7 @@ class ReplayText:
     accepted: Sequence[bool]
 
 
-def sample_replay_text(
+def sample_text(
     engine: TextEngine, prompt: Sequence[int], tokens: int, seed: int, options: Mapping[str, Any]
 ) -> ReplayText:
     """Generate a text, and the acceptance decisions for the draft model. options: "temperature",

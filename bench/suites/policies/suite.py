@@ -26,13 +26,13 @@ from ...core.prompts import Prompts
 from ...core.record import Run
 from ...core.runs import TextRuns, Way, measured_speedup
 from ...core.table import Column, Table, make_table
-from .replay import replaying_engine, sample_replay_text
+from .replay import replaying_engine, sample_text
 
 AUTO, SCHEDULE, PLAIN_REPEAT, PLAIN = "auto", "transformers", "plain again", "0"
 FIXED_GAMMA, FALLBACK = "gamma 4", "fallback"
 # Goals: the share of the best fixed gamma's speed to reach, and the share of plain decoding's speed
 # that may be lost. And the relative error of a speed above which a note is printed.
-MIN_AUTO_SHARE, MAX_LOSS, MAX_NOISE = 0.95, 0.05, 0.02
+MIN_SHARE, MAX_LOSS, MAX_NOISE = 0.95, 0.05, 0.02
 FALLBACK_GAMMA = 4  # gamma of the fallback's drafts
 ALL = "all, taking turns"
 
@@ -93,9 +93,7 @@ def decode_workloads(
             AUTO: Way(auto, {**options, "gamma": AUTO}),
             SCHEDULE: Way(schedule, {**options, "gamma": SCHEDULE}),
         }
-        sampler.text = sample_replay_text(
-            engine, prompts[0], max(runs.WARM_UP, 2 * max_gamma), 0, options
-        )
+        sampler.text = sample_text(engine, prompts[0], max(runs.WARM_UP, 2 * max_gamma), 0, options)
         runs.warm_up(ways[name], prompts[0])
     texts: dict[str, list[Mapping[str, Run]]] = {name: [] for name in workloads}
     for number in range(scale.texts):
@@ -104,12 +102,12 @@ def decode_workloads(
             workloads.items(), len(workloads) * number
         ):
             prompt = prompts[number]
-            sampler.text = sample_replay_text(engine, prompt, scale.tokens, seed, options)
+            sampler.text = sample_text(engine, prompt, scale.tokens, seed, options)
             texts[name].append(runs.decode_all(ways[name], prompt, scale.tokens, seed, clock))
     return {name: runs.undisturbed_texts(some) for name, some in texts.items()}
 
 
-def workload_figures(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
+def summarise(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
     """The JSON object of one workload, or of all of them as one stream.
 
     speeds: relative to plain decoding, by way. alpha: over all fixed gammas. best: the best gamma,
@@ -185,9 +183,7 @@ def record_acceptances(folder: str, scale: PolicyScale = FULL) -> dict[str, list
         name: [
             "".join("01"[accepted] for accepted in text.accepted[len(prompt) :])
             for number, prompt in enumerate(prompts)
-            for text in [
-                sample_replay_text(engine, prompt, scale.tokens, 3 * number + seed, options)
-            ]
+            for text in [sample_text(engine, prompt, scale.tokens, 3 * number + seed, options)]
         ]
         for seed, (name, (prompts, options)) in enumerate(make_workloads(engine, scale).items())
     }
@@ -209,9 +205,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.fallback_tokens,
-        "workloads": {
-            name: workload_figures(some, max_gamma) for name, some in by_workload.items()
-        },
+        "workloads": {name: summarise(some, max_gamma) for name, some in by_workload.items()},
         "fallback": measure_fallback(engine, [*workloads.values()][-1], scale, clock),
     }
 
@@ -226,11 +220,7 @@ def goals(results: Results) -> list[tuple[str, float, bool]]:
     ways = results["fallback"].values()
     lost = max(losses[way] for losses in ways for way in (FALLBACK, AUTO))
     return [
-        (
-            f"auto: at least {MIN_AUTO_SHARE} of the best gamma's speed",
-            near,
-            near >= MIN_AUTO_SHARE,
-        ),
+        (f"auto: at least {MIN_SHARE} of the best gamma's speed", near, near >= MIN_SHARE),
         ("auto: faster than any gamma when interleaved", mixed, mixed > 1),
         (f"auto and fallback: lose at most {MAX_LOSS}", lost, lost <= MAX_LOSS),
     ]
@@ -255,15 +245,13 @@ def tables(results: Results) -> list[Table]:
     )
     noise = max(x["noise"] for x in workloads.values())
     noise_note = f"The noise of a speed is {noise:.1%}: use more texts or a quieter machine."
-    goal_rows = [
-        [goal, f"{value:.3f}", "yes" if met else "no"] for goal, value, met in goals(results)
-    ]
+    rows = [[goal, f"{value:.3f}", "yes" if met else "no"] for goal, value, met in goals(results)]
     return [
         make_table("Speed relative to plain decoding, by gamma and policy", speeds, columns,
                  [noise_note] if noise > MAX_NOISE else []),
         make_table(f"Loss compared with plain decoding, texts of {results['long']} tokens", lost,
                  [("loss", "loss", "+.1%")]),
-        Table("Goals", ["", "measured", "met"], goal_rows),
+        Table("Goals", ["", "measured", "met"], rows),
     ]  # fmt: skip
 
 

@@ -20,13 +20,7 @@ from runtime.costs import RoundCosts
 from runtime.theory.formulas import expected_tokens
 
 from ...core.clock import Clock, order
-from ...core.costs import (
-    Traffic,
-    costs_from_calls,
-    predicted_speedup,
-    row_bytes,
-    verify_cost,
-)
+from ...core.costs import Traffic, costs_from_calls, predicted_speedup, row_bytes, verify_cost
 from ...core.pair import Pair
 from ...systems.peer import Peer
 from ...systems.protocol import Prompt, Request, StepsRequest, Text, Unavailable, time_per_token
@@ -67,10 +61,7 @@ PRECISIONS = {  # Outrider's name, and the names in all systems
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
-LONG_JOB_MODES = {
-    "outrider": ("plain", "draft", "auto"),
-    "transformers": ("plain", "assistant"),
-}
+LONG_MODES = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
 # ms, without the draft's prefill
@@ -98,9 +89,7 @@ class System:
     @property
     def takes_long_jobs(self) -> bool:
         """Whether it takes part in the workloads that take long."""
-        return self.precision == "float32" and self.mode in LONG_JOB_MODES.get(
-            self.peer, ("plain",)
-        )
+        return self.precision == "float32" and self.mode in LONG_MODES.get(self.peer, ("plain",))
 
 
 def systems(
@@ -153,9 +142,7 @@ class SideRun:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
 
-    def start_peer(
-        self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1
-    ) -> Peer:
+    def start(self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1) -> Peer:
         """Start a worker of the system. Raises Unavailable if that fails."""
         peer = Peer(
             system.peer, self.pair.target, draft=self.pair.draft if draft else None,
@@ -176,9 +163,7 @@ class SideRun:
             self.missing[name] = re.sub(r"/\S*/", "", str(error))
             self.clock.note(f"missing: {name}: {error}")
 
-    def start_workers(
-        self, stack: ExitStack, chosen: Sequence[System], slots: int
-    ) -> dict[str, Peer]:
+    def start_all(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
         """Start the workers of the systems, except those that cannot be started.
 
         On some machines the first process to load gets slower memory, by 15 % per token
@@ -186,12 +171,12 @@ class SideRun:
         """
         peers: dict[str, Peer] = {}
         with suppress(Unavailable):
-            self.start_peer(stack, chosen[0], slots=slots)
+            self.start(stack, chosen[0], slots=slots)
         for system in chosen:
             if system.worker not in peers and system.worker not in self.missing:
                 self.clock.note(f"starting {system.worker}")
                 with self.record_unavailable(system.worker):
-                    peers[system.worker] = self.start_peer(stack, system, slots=slots)
+                    peers[system.worker] = self.start(stack, system, slots=slots)
         return peers
 
     def measure(
@@ -207,7 +192,7 @@ class SideRun:
         all_systems = list(dict.fromkeys(system for job in jobs for system in job.systems))
         cells = []
         with ExitStack() as stack:
-            peers = self.start_workers(stack, all_systems, slots)
+            peers = self.start_all(stack, all_systems, slots)
             for turn in range(self.warm_ups):
                 job = jobs[turn % len(jobs)]
                 for number, system in enumerate(all_systems):  # a different prompt for each
@@ -284,7 +269,7 @@ class SideRun:
             drafts = system.mode not in ("plain", "lookup")
             self.clock.note(f"memory of {system.name}")
             with self.record_unavailable(f"memory of {system.name}"), ExitStack() as stack:
-                peer = self.start_peer(stack, system, draft=drafts)
+                peer = self.start(stack, system, draft=drafts)
                 (text,) = peer.generate(
                     Request([prompt], MEMORY_SHAPE[1], system.mode, gamma=GAMMA)
                 )

@@ -43,7 +43,7 @@ from .run import (
 )
 
 SEQ2SEQ_MAX_LEN = 448  # rows of an encoder-decoder's cache, the maximum of Whisper
-BOTH_TEMPERATURES, GREEDY = (0.0, 1.0), (0.0,)
+TEMPERATURES, GREEDY = (0.0, 1.0), (0.0,)
 TextShape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, prompt and output tokens, T
 
 
@@ -63,9 +63,9 @@ class SideScale:
 
 FULL = SideScale(
     count=3,
-    shared=(KINDS, 128, 64, BOTH_TEMPERATURES),
+    shared=(KINDS, 128, 64, TEMPERATURES),
     lengths=[
-        (["completion"], 16, 8, BOTH_TEMPERATURES),
+        (["completion"], 16, 8, TEMPERATURES),
         (["completion"], 16, 512, GREEDY),
         (["editing", "question"], 1024, 64, GREEDY),
         (["continuation"], 1500, 32, GREEDY),
@@ -74,9 +74,7 @@ FULL = SideScale(
     batches=3,
     batch=(64, 32),
 )
-QUICK = SideScale(
-    2, (["completion", "editing"], 128, 24, BOTH_TEMPERATURES), [], (1, 4), 1, (64, 16)
-)
+QUICK = SideScale(2, (["completion", "editing"], 128, 24, TEMPERATURES), [], (1, 4), 1, (64, 16))
 
 
 def single_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
@@ -170,9 +168,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     if models == "seq2seq":
         side.max_len, side.warm_ups = SEQ2SEQ_MAX_LEN, 1
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
-        return run(
-            side, chosen, [seq2seq.jobs(reading, model_pair, chosen, BOTH_TEMPERATURES)], None
-        )
+        return run(side, chosen, [seq2seq.jobs(reading, model_pair, chosen, TEMPERATURES)], None)
     side.max_len = min(side.max_len, model_pair.context)
     scale = QUICK if args.quick else FULL
     texts = [MEMORY_SHAPE, *(sizes for _, *sizes, _ in (scale.shared, *scale.lengths))]

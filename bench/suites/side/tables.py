@@ -65,7 +65,7 @@ def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> lis
     ]
 
 
-def system_figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
+def figures_of(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     """The figures of one system by column key; empty if no text has more than one round.
 
     rate: memory bandwidth in bytes per second.
@@ -93,9 +93,7 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
     the speeds on each workload."""
     rate, title = results["bytes_per_second"], f"{group}, temperature {cells[0]['temperature']:g}"
     found = {
-        cell["name"]: {
-            name: system_figures(cell["rows"], name, rate) for name in results["systems"]
-        }
+        cell["name"]: {name: figures_of(cell["rows"], name, rate) for name in results["systems"]}
         for cell in cells
     }
     if group != SHARED:
@@ -106,13 +104,11 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
         return f"{figure['speed']:,.1f}{DISTURBED_MARK * figure['disturbed']}" if figure else None
 
     rows = [row for cell in cells for row in cell["rows"]]
-    whole = {name: system_figures(rows, name, rate) for name in results["systems"]}
-    speed_rows = [
-        (name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]
-    ]
+    whole = {name: figures_of(rows, name, rate) for name in results["systems"]}
+    speeds = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
     return [
-        make_table(title, [(name, whole[name]) for name, _ in speed_rows], SPEEDS),
-        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", speed_rows,
+        make_table(title, [(name, whole[name]) for name, _ in speeds], SPEEDS),
+        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", speeds,
                  [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
@@ -129,7 +125,7 @@ def tables(results: Results) -> list[Table]:
     theory = [
         (f"{cell['name']}, temperature {cell['temperature']:g}", found)
         for cell in cells
-        if "quotient" in (found := system_figures(cell["rows"], DRAFT, rate))
+        if "quotient" in (found := figures_of(cell["rows"], DRAFT, rate))
     ]
     loads = [
         (worker, {"seconds": Spread.of(times), "count": len(times)})
@@ -221,9 +217,8 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
 def _goal(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
     met = "not measured"
     if spread is not None:
-        met = (
-            "no" if (spread.median < bound if kind == "least" else spread.median > bound) else "yes"
-        )
+        missed = spread.median < bound if kind == "least" else spread.median > bound
+        met = "no" if missed else "yes"
     return {"wanted": f"at {kind} {bound:g}", "found": spread and str(spread), "met": met}
 
 
