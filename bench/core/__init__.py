@@ -10,5 +10,5 @@
 | `costs` | costs of draft steps and verifications; predictions of Theorem 3.8; bytes read |
 | `fit` | quartiles, ratio estimates, exponents |
 | `table`, `plot`, `command` | output: tables, plots, the command line and its line of JSON |
-| `kept` | cache of things that are built once, such as bundles |
+| `cache` | cache of things that are built once, such as bundles |
 """

@@ -2,8 +2,8 @@
 
 Every sample records the share of its wall time during which threads of this process were ready to
 run but had to wait for a core. Linux counts this for each thread (/proc/<pid>/task/*/schedstat).
-Samples above `DISTURBED` are discarded. If too few are left, the least disturbed ones are used, and
-the figure shows it. Compared runs alternate (`order`), so that drift affects all of them.
+Samples above `LOST_LIMIT` are discarded. If too few are left, the least disturbed ones are used,
+and the figure shows it. Compared runs alternate (`order`), so that drift affects all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-DISTURBED = 0.02
-ENOUGH = 5
-GOLDEN = 0.618
+LOST_LIMIT = 0.02
+MIN_SAMPLES = 5
+GOLDEN_RATIO = 0.618
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MedianTime:
     """A median in milliseconds. kept: number of undisturbed samples. taken: number of all."""
 
     ms: float
@@ -77,18 +77,18 @@ def sample(call: Callable[[], object]) -> Sample:
     return Sample(seconds, (lost_seconds() - lost) / seconds)
 
 
-def undisturbed(items: Sequence[T], lost: Callable[[T], float], least: int) -> list[T]:
-    """The items that lost at most `DISTURBED`; if these are fewer than `least`, the `least` least
-    disturbed items."""
+def select_undisturbed(items: Sequence[T], lost: Callable[[T], float], min_count: int) -> list[T]:
+    """The items that lost at most `LOST_LIMIT`; if these are fewer than `min_count`, the
+    `min_count` least disturbed items."""
     by_loss = sorted(items, key=lost)
-    return by_loss[: max(least, sum(lost(item) <= DISTURBED for item in items))]
+    return by_loss[: max(min_count, sum(lost(item) <= LOST_LIMIT for item in items))]
 
 
-def figure(samples: Sequence[Sample]) -> Figure:
-    """The median of the undisturbed samples, of at least ENOUGH samples."""
-    used = undisturbed(samples, lambda s: s.lost, ENOUGH)
-    kept = sum(s.lost <= DISTURBED for s in samples)
-    return Figure(1e3 * statistics.median(s.seconds for s in used), kept, len(samples))
+def median_time(samples: Sequence[Sample]) -> MedianTime:
+    """The median of the undisturbed samples, of at least MIN_SAMPLES samples."""
+    used = select_undisturbed(samples, lambda s: s.lost, MIN_SAMPLES)
+    kept = sum(s.lost <= LOST_LIMIT for s in samples)
+    return MedianTime(1e3 * statistics.median(s.seconds for s in used), kept, len(samples))
 
 
 def order(items: Sequence[T], turn: int) -> list[T]:
@@ -97,29 +97,29 @@ def order(items: Sequence[T], turn: int) -> list[T]:
 
     So no item is always first, or always follows the same item.
     """
-    begin = int(turn // 2 * GOLDEN * len(items)) % max(1, len(items))
+    begin = int(turn // 2 * GOLDEN_RATIO * len(items)) % max(1, len(items))
     turned = [*items[begin:], *items[:begin]]
     return turned[::-1] if turn % 2 else turned
 
 
 def turns(
-    samples: Mapping[Any, Sequence[Sample]], *, least: int, wanted: int, patience: float
+    samples: Mapping[Any, Sequence[Sample]], *, min_turns: int, wanted: int, patience: float
 ) -> Iterator[int]:
-    """Yield 0, 1, 2, ..., at least `least` numbers.
+    """Yield 0, 1, 2, ..., at least `min_turns` numbers.
 
     The iteration ends when every series of `samples`, to which the caller adds, has `wanted`
     undisturbed samples, or after `patience` seconds.
     """
     begin, turn = time.perf_counter(), 0
-    while turn < least or (
+    while turn < min_turns or (
         time.perf_counter() - begin < patience
-        and any(sum(s.lost <= DISTURBED for s in x) < wanted for x in samples.values())
+        and any(sum(s.lost <= LOST_LIMIT for s in x) < wanted for x in samples.values())
     ):
         yield turn
         turn += 1
 
 
-def sampled(
+def sample_in_turn(
     calls: Mapping[str, Callable[[], object]], *, rounds: int, patience: float
 ) -> dict[str, list[Sample]]:
     """Run the calls in turn (`order`) until each has `rounds` undisturbed samples.
@@ -129,7 +129,7 @@ def sampled(
     for call in calls.values():
         call()  # the first call of a shape takes longer
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
-    for turn in turns(samples, least=rounds, wanted=rounds, patience=patience):
+    for turn in turns(samples, min_turns=rounds, wanted=rounds, patience=patience):
         for name in order(list(calls), turn):
             samples[name].append(sample(calls[name]))
     return samples

@@ -19,19 +19,19 @@ from runtime.files.errors import CommandParser, OutriderError, refuse_first, run
 
 from . import machine
 from .clock import Clock
-from .table import PAGE, Table, update
+from .table import PAGE_WIDTH, Table, insert_tables
 
 Results = Mapping[str, Any]
 
 
-def at_least_one(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse an option's value, an integer above 0."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
-def check_place(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Check, before anything is measured, that `folder` can be written. Raises
     OutriderError("disk") if it cannot."""
     above = next(place for place in (folder, *folder.parents) if place.exists())
@@ -47,9 +47,9 @@ class Suite:
     about: its help text; the first paragraph summarises what it measures. quick: help text of
     --quick. options: adds further options. measure: takes the options and a clock for progress
     notes, and returns the JSON object. tables, heading: output computed from that object. threads:
-    whether there is an option --threads. places: prefixes of the names of tables that have a place
-    in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its last
-    line is the JSON object.
+    whether there is an option --threads. table_prefixes: prefixes of the names of tables that have
+    a place in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its
+    last line is the JSON object.
     """
 
     name: str
@@ -57,26 +57,26 @@ class Suite:
     quick: str
     measure: Callable[[argparse.Namespace, Clock], dict[str, Any]]
     tables: Callable[[Results], Sequence[Table]]
-    heading: Callable[[Results], str] = lambda results: machine.sentence(results["machine"])
+    heading: Callable[[Results], str] = lambda results: machine.summary_line(results["machine"])
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     threads: bool = True
-    places: Sequence[str] = ()
+    table_prefixes: Sequence[str] = ()
 
     def parser(self) -> argparse.ArgumentParser:
-        made = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
-        add = made.add_argument
+        parser = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
+        add = parser.add_argument
         add("--quick", action="store_true", help=self.quick)
-        made.set_defaults(threads=machine.physical_cores(), update=None)
+        parser.set_defaults(threads=machine.physical_cores(), update=None)
         if self.threads:
-            add("--threads", type=at_least_one, metavar="N",
+            add("--threads", type=positive_int, metavar="N",
                 help="number of CPU threads (default: %(default)s)")  # fmt: skip
         add("--out", type=Path, metavar="DIR",
             help=f"also write {self.name}.json and {self.name}.md to this folder")  # fmt: skip
-        if self.places:
+        if self.table_prefixes:
             add("--update", type=Path, metavar="PAGE",
                 help="replace the tables that have a place in this document")  # fmt: skip
-        self.options(made)
-        return made
+        self.options(parser)
+        return parser
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the command line; returns the exit status."""
@@ -85,7 +85,7 @@ class Suite:
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
         if args.out is not None:
-            check_place(args.out)
+            check_writable(args.out)
         document = None if args.update is None else args.update.read_text()
         refuse_first(
             (
@@ -93,7 +93,7 @@ class Suite:
                 f"{args.update} has no place for a table {name}",
                 f"Add the lines <!-- {name}… --> and <!-- end -->.",
             )
-            for name in self.places
+            for name in self.table_prefixes
         )
         results = self.measure(args, clock)
         results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
@@ -102,14 +102,16 @@ class Suite:
         line = json.dumps(results, separators=(",", ":"))
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            told = (table.text(markdown=True) for table in tables)
-            page = "\n".join([textwrap.fill(heading, PAGE), "", *told])
+            blocks = (table.text(markdown=True) for table in tables)
+            page = "\n".join([textwrap.fill(heading, PAGE_WIDTH), "", *blocks])
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
         if not sys.stdout.isatty():
             print(line, flush=True)
         if document is not None:  # last, so that a missing place loses no other output
-            args.update.write_text(update(document, (table for table in tables if table.name)))
+            args.update.write_text(
+                insert_tables(document, (table for table in tables if table.name))
+            )
         return 0
 
 

@@ -1,9 +1,10 @@
 """Costs of drafting and verification, and the speedup that Theorem 3.8 predicts from them.
 
 The costs of a draft step, and of a verification depending on its width, are measured in one of two
-ways: from calls of the engines alone (`of_calls`), or from the rounds of recorded texts
-(`of_rounds`), which include sampling and host. Both give `RoundCosts`, in units of plain steps, and
-`predicted` applies the theorem to them. The formulas are in `runtime.theory.formulas`.
+ways: from calls of the engines alone (`costs_from_calls`), or from the rounds of recorded texts
+(`costs_from_rounds`), which include sampling and host. Both give `RoundCosts`, in units of plain
+steps, and `predicted_speedup` applies the theorem to them. The formulas are in
+`runtime.theory.formulas`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from runtime.costs import RoundCosts
 from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
 
-from .clock import Sample, figure
+from .clock import Sample, median_time
 from .record import Run
 
-SEEN = 8  # rounds of a width that are needed for their median to count
+MIN_ROUNDS = 8  # rounds of a width that are needed for their median to count
 
 
-def plain_steps(width: int) -> str:
+def describe_plain_steps(width: int) -> str:
     """A note for the heading of tables. width: number of tokens in the target's narrowest calls."""
     return f"Outrider's plain steps are calls of {width} token{'s' * (width > 1)}"
 
 
-def of_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:
+def costs_from_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:
     """Costs from calls of the engines alone: "draft", and the target with "1", "2", ... tokens."""
-    seconds = {name: figure(some).ms / 1e3 for name, some in samples.items()}
+    seconds = {name: median_time(some).ms / 1e3 for name, some in samples.items()}
     draft = seconds.pop("draft")
     return RoundCosts.of(draft, {int(n) - 1: x for n, x in seconds.items()}, len(seconds) - 1)
 
 
-def of_rounds(plain: Sequence[Run], texts: Sequence[Run], most: int) -> RoundCosts:
-    """Costs from recorded texts: `plain` without drafts, `texts` with up to `most` per round.
+def costs_from_rounds(plain: Sequence[Run], texts: Sequence[Run], max_gamma: int) -> RoundCosts:
+    """Costs from recorded texts: `plain` without drafts, `texts` with up to `max_gamma` per round.
 
     The cost of a draft step is the median over texts of its mean, that of a verification the median
     over rounds. Widths with too few rounds are ignored.
@@ -48,31 +49,31 @@ def of_rounds(plain: Sequence[Run], texts: Sequence[Run], most: int) -> RoundCos
     rests: dict[int, list[float]] = defaultdict(list)
     for x in (x for text in texts for x in text.rounds):
         rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
-    rests[0] = [statistics.median(x.seconds for text in plain for x in text.rounds)] * SEEN
+    rests[0] = [statistics.median(x.seconds for text in plain for x in text.rounds)] * MIN_ROUNDS
     drafts = [text.stats.time_draft / text.stats.drafted for text in texts if text.stats.drafted]
-    few = min(SEEN, max(map(len, rests.values())))
+    few = min(MIN_ROUNDS, max(map(len, rests.values())))
     seen = {k: statistics.median(times) for k, times in rests.items() if len(times) >= few}
-    return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, most)
+    return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, max_gamma)
 
 
-def verification(costs: RoundCosts, drafts: float) -> float:
+def verify_cost(costs: RoundCosts, drafts: float) -> float:
     """Cost of a round without its draft steps, in plain steps; interpolated linearly between whole
     numbers of drafts."""
     return float(np.interp(drafts, range(len(costs.verify)), costs.verify))
 
 
-def predicted(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float:
+def predicted_speedup(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float:
     """The speedup of Theorem 3.8 with measured costs.
 
     gammas: number of drafts in each round, or just their mean. They vary, because a lookup may find
     fewer tokens than requested, and the end of a text has no room for more.
     """
     every = list(gammas)
-    spent = sum(g * costs.draft + verification(costs, g) for g in every)
+    spent = sum(g * costs.draft + verify_cost(costs, g) for g in every)
     return sum(expected_tokens(alpha, g) for g in every) / spent
 
 
-def total(texts: Iterable[Run]) -> Stats:
+def total_stats(texts: Iterable[Run]) -> Stats:
     """The counts and times of several texts."""
     return Stats.total(text.stats for text in texts)
 
@@ -111,7 +112,7 @@ class Traffic:
     draft_weights: float = 0.0
     draft_row: float = 0.0
 
-    def of_round(self, drafted: float = 0.0) -> float:
+    def round_bytes(self, drafted: float = 0.0) -> float:
         """Bytes that a round with this many draft steps must read."""
         target = self.weights + self.rows * self.row
         return target + drafted * (self.draft_weights + self.rows * self.draft_row)

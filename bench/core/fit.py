@@ -1,11 +1,12 @@
 """Summary statistics: median with quartiles, ratio estimates, exponents of growth.
 
-The growth of y with x is described by a power law, or by a power law plus a constant. `power` fits
-the former by least squares in log-log space, with Student's t for the 95 % interval; `worst` shows
-how well a power law describes the curve over the measured range. A time with a constant part
-(reading the weights, starting Python) bends the curve. `marginal` therefore fits y = a + b x^k with
-relative errors, so that k is the exponent of the growing part. Its interval is a profile interval:
-all k that fit hardly worse than the best one (an F test of one parameter).
+The growth of y with x is described by a power law, or by a power law plus a constant.
+`fit_power_law` fits the former by least squares in log-log space, with Student's t for the 95 %
+interval; `worst` shows how well a power law describes the curve over the measured range. A time
+with a constant part (reading the weights, starting Python) bends the curve. `fit_shifted_power_law`
+therefore fits y = a + b x^k with relative errors, so that k is the exponent of the growing part.
+Its interval is a profile interval: all k that fit hardly worse than the best one (an F test of one
+parameter).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
-EXPONENTS = np.arange(1, 301) / 100  # tried by `marginal`
+EXPONENTS = np.arange(1, 301) / 100  # tried by `fit_shifted_power_law`
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def rounded(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerLaw:
     """y = c x^exponent. low, high: the 95 % interval of the exponent. worst: the largest relative
     deviation of a point from the fit."""
 
@@ -78,7 +79,7 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Marginal:
+class ShiftedPowerLaw:
     """y = constant + b x^exponent. low, high: the 95 % interval of the exponent, None if the points
     do not bound it, because the growing part is too small or too few points show it."""
 
@@ -88,7 +89,7 @@ class Marginal:
     high: float | None
 
 
-def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
+def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
     """Fit a power law. None if there are fewer than three points, or one is not positive."""
     if len(x) < 3 or min(*x, *y) <= 0:
         return None
@@ -98,11 +99,11 @@ def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
     line = stats.linregress(log_x, log_y)
     slope = float(line.slope)
     worst = float(np.abs(np.expm1(log_y - line.intercept - slope * log_x)).max())
-    half = _student(len(x) - 2) * float(line.stderr)
-    return Power(slope, slope - half, slope + half, worst)
+    half = _student_quantile(len(x) - 2) * float(line.stderr)
+    return PowerLaw(slope, slope - half, slope + half, worst)
 
 
-def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
+def fit_shifted_power_law(x: Sequence[float], y: Sequence[float]) -> ShiftedPowerLaw | None:
     """Fit a power law plus a constant. None if there are fewer than four points, or one is not
     positive."""
     if len(x) < 4 or min(*x, *y) <= 0:
@@ -112,10 +113,10 @@ def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
     losses = np.array([loss for loss, _ in fits])
     best = int(losses.argmin())
     freedom = len(x) - 3
-    near = EXPONENTS[losses <= losses[best] * (1 + _student(freedom) ** 2 / freedom)]
+    near = EXPONENTS[losses <= losses[best] * (1 + _student_quantile(freedom) ** 2 / freedom)]
     low = float(near[0]) if near[0] > EXPONENTS[0] else None
     high = float(near[-1]) if near[-1] < EXPONENTS[-1] else None
-    return Marginal(fits[best][1], float(EXPONENTS[best]), low, high)
+    return ShiftedPowerLaw(fits[best][1], float(EXPONENTS[best]), low, high)
 
 
 def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
@@ -127,7 +128,7 @@ def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
     return float(norm**2), float(a)
 
 
-def _student(freedom: int) -> float:
+def _student_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t."""
     from scipy import stats
 

@@ -33,9 +33,9 @@ def describe(threads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sentence(about: dict[str, Any]) -> str:
+def summary_line(description: dict[str, Any]) -> str:
     """Date, threads and CPU, from the result of `describe`."""
-    return f"{about['date']}, {about['threads']} threads of {about['cpu']}"
+    return f"{description['date']}, {description['threads']} threads of {description['cpu']}"
 
 
 def physical_cores() -> int:
@@ -79,7 +79,7 @@ class MemoryReader:
         return self.bytes / self._best
 
 
-def resident() -> tuple[int, int]:
+def resident_memory() -> tuple[int, int]:
     """The current and the peak resident memory of this process, in bytes."""
     found = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     sizes = {name: 1024 * int(size) for name, size in found}

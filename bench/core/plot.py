@@ -16,8 +16,8 @@ SETTINGS: Any = {  # mypy expects literal keys
 SIZE = 7.0, 3.4  # inches
 
 
-def png(plot: Callable[[Any], object]) -> bytes:
-    """A plot as a PNG file. plot: draws on the axes that it is given. The legend goes above."""
+def render_png(draw: Callable[[Any], object]) -> bytes:
+    """A plot as a PNG file. draw: draws on the axes that it is given. The legend goes above."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def png(plot: Callable[[Any], object]) -> bytes:
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        plot(axes)
+        draw(axes)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
         figure.savefig(image)
     return image.getvalue()

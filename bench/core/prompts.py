@@ -23,8 +23,8 @@ PROMPTS = (
     "for key, value in items.items():\n",
 )
 KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
-SHORTEST = 400  # characters that a document must have
-TRIES = 1000
+MIN_CHARACTERS = 400  # characters that a document must have
+MAX_TRIES = 1000
 COPIES = 2  # full copies of a function before its first line is repeated
 
 # If one of these lines fills the prompt, the bundled target continues it greedily. It cannot copy
@@ -67,7 +67,7 @@ class Prompts:
         self._encode = partial(tokenizer.encode, add_special_tokens=False)
         self._begin = tokenizer.encode("")  # special tokens at the beginning of every prompt
         self._rng = np.random.default_rng(seed)
-        usable = [document for document in documents if len(document) >= SHORTEST]
+        usable = [document for document in documents if len(document) >= MIN_CHARACTERS]
         self._code = [d for d in usable if _is_code(d)]
         self._prose = [d for d in usable if not _is_code(d)]
         if not self._code or not self._prose:
@@ -77,7 +77,7 @@ class Prompts:
     def many(self, kind: str, count: int, length: int) -> list[list[int]]:
         """`count` different prompts of a kind. Raises ValueError if there are not enough."""
         make, some = getattr(self, kind), list[list[int]]()
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             if len(some) < count and (prompt := make(length)) not in some:
                 some.append(prompt)
         if len(some) < count:
@@ -98,10 +98,10 @@ class Prompts:
         Most of the answer can be copied. Other code fills the rest of the length before it. Raises
         ValueError if no function fits.
         """
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             source = self._document(self._code)
             functions = re.findall(r"^def .*\n(?:(?:[ \t]+.*)?\n)+", source, re.MULTILINE)
-            functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= SHORTEST // 4]
+            functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= MIN_CHARACTERS // 4]
             function = self._document(functions) if functions else ""
             ids = self._encode(function * COPIES + function.split("\n", 1)[0] + "\n")
             room = length - len(self._begin) - len(ids)

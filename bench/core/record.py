@@ -41,7 +41,7 @@ class Run:
         return sum(x.seconds for x in self.rounds) - prompt
 
 
-class _Watched:
+class _RecordedRounds:
     """Wraps a decoder's rounds (`runtime.sequence.Rounds`) and records the time counters at the
     start of each round."""
 
@@ -72,18 +72,18 @@ class _Watched:
         self.marks.append((stats.elapsed, stats.time_draft_prefill, stats.time_draft))
 
 
-def recorded(engine: TextEngine, generate: Callable[[], object]) -> Run:
+def record_run(engine: TextEngine, generate: Callable[[], object]) -> Run:
     """Record the text that `generate` decodes with this engine."""
     decoder = engine.decoder
-    rounds, watched = decoder.rounds, _Watched(decoder.rounds)
-    decoder.rounds = watched
+    rounds, recording = decoder.rounds, _RecordedRounds(decoder.rounds)
+    decoder.rounds = recording
     try:
         lost = sample(generate).lost
     finally:
         decoder.rounds = rounds
-    watched.mark()
+    recording.mark()
     found = [
         RoundRecord(gamma, *(after - before for before, after in zip(*marks, strict=True)))
-        for gamma, marks in zip(watched.gammas, pairwise(watched.marks), strict=True)
+        for gamma, marks in zip(recording.gammas, pairwise(recording.marks), strict=True)
     ]
-    return Run(found, watched.sequence.stats, lost)
+    return Run(found, recording.sequence.stats, lost)

@@ -17,12 +17,12 @@ from runtime.files.errors import OutriderError
 from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
 
-from .clock import DISTURBED, Clock, order, undisturbed
+from .clock import LOST_LIMIT, Clock, order, select_undisturbed
 from .fit import ratio_estimates, rounded
-from .record import Run, recorded
+from .record import Run, record_run
 
 WARM_UP = 24  # tokens
-PASSES = 3  # at most, over a text that was disturbed
+MAX_PASSES = 3  # over a text that was disturbed
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -34,7 +34,7 @@ class Way:
     options: Mapping[str, Any]
 
 
-Texts = Sequence[Mapping[Name, Run]]  # for each text, one run per way
+TextRuns = Sequence[Mapping[Name, Run]]  # for each text, one run per way
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def load_pair(folder: str, threads: int) -> TextEngine:
     return engine
 
 
-def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
+def fresh_engine(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
     """A new engine with the same models, whose policies have not seen any costs yet.
 
     rounds: other rounds on these models; None for the engine's own. Engines that share models must
@@ -72,7 +72,7 @@ def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
 def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
     """Decode exactly `tokens` tokens; end-of-text tokens are ignored."""
     options = {**way.options, "max_new_tokens": tokens, "seed": seed, "ignore_eos": True}
-    return recorded(way.engine, lambda: way.engine.generate(prompt, **options))
+    return record_run(way.engine, lambda: way.engine.generate(prompt, **options))
 
 
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:
@@ -93,22 +93,22 @@ def decode_all(
     disturbed pass is returned.
     """
     best: dict[Name, Run] = {}
-    least = math.inf
-    for again in range(PASSES):
+    lowest = math.inf
+    for repeat in range(MAX_PASSES):
         begin = time.perf_counter()
         runs = {name: decode(ways[name], prompt, tokens, seed) for name in order(list(ways), seed)}
         worst = disturbance([runs])
-        if worst < least:
-            best, least = runs, worst
-        if again:
+        if worst < lowest:
+            best, lowest = runs, worst
+        if repeat:
             clock.patience -= time.perf_counter() - begin
-        if worst <= DISTURBED or clock.patience <= 0:
+        if worst <= LOST_LIMIT or clock.patience <= 0:
             break
     return {name: best[name] for name in ways}
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class Speedup:
     """Speedup over plain decoding.
 
     total: speedup over all texts together. error: its relative standard error, which includes the
@@ -123,20 +123,20 @@ class Gain:
         return {name: rounded(value) for name, value in asdict(self).items()}
 
 
-def disturbance(texts: Texts[Any]) -> float:
+def disturbance(texts: TextRuns[Any]) -> float:
     """The largest share of time that any of these runs lost to other processes."""
     return max(run.lost for text in texts for run in text.values())
 
 
-def quiet(texts: Texts[Name]) -> list[Mapping[Name, Run]]:
+def undisturbed_texts(texts: TextRuns[Name]) -> list[Mapping[Name, Run]]:
     """The texts with no disturbed run; if these are fewer than half, the less disturbed half."""
-    return undisturbed(texts, lambda text: disturbance([text]), (len(texts) + 1) // 2)
+    return select_undisturbed(texts, lambda text: disturbance([text]), (len(texts) + 1) // 2)
 
 
-def gain(texts: Texts[Name], way: Name, plain: Name) -> Gain:
+def measured_speedup(texts: TextRuns[Name], way: Name, plain: Name) -> Speedup:
     """The speedup of `way` over `plain`. There must be at least one text; all texts have the same
     number of tokens."""
-    ours = np.array([text[way].seconds for text in texts])
-    theirs = np.array([text[plain].seconds for text in texts])
-    (total,), (error,) = ratio_estimates(theirs[:, None], ours)
-    return Gain(total, statistics.median((theirs / ours).tolist()), error / total)
+    seconds = np.array([text[way].seconds for text in texts])
+    plain_seconds = np.array([text[plain].seconds for text in texts])
+    (total,), (error,) = ratio_estimates(plain_seconds[:, None], seconds)
+    return Speedup(total, statistics.median((plain_seconds / seconds).tolist()), error / total)

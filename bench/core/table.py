@@ -11,8 +11,8 @@ from typing import Any
 from runtime.files.errors import OutriderError
 
 Column = tuple[str, str, str]  # key of a row's values, heading, format specification
-PAGE = 100  # text width of a document
-MARKED = " *"  # appended to rows whose figures other processes disturbed
+PAGE_WIDTH = 100  # text width of a document
+DISTURBED_MARK = " *"  # appended to rows whose figures other processes disturbed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Table:
         if markdown:
             rule = ["---", *["---:"] * (len(self.head) - 1)]
             lines = [f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows)]
-            below = [line for note in self.notes for line in ("", textwrap.fill(note, PAGE))]
+            below = [line for note in self.notes for line in ("", textwrap.fill(note, PAGE_WIDTH))]
             return "\n".join([f"**{self.title}**", "", *lines, *below, ""])
         cells = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -47,7 +47,7 @@ class Table:
         return "\n".join([self.title, *lines, *self.notes, ""])
 
 
-def table_of(
+def make_table(
     title: str,
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     columns: Sequence[Column],
@@ -60,14 +60,14 @@ def table_of(
     found = list(rows)
     used = [c for c in columns if any(values.get(c[0]) is not None for _, values in found)]
     cells = [
-        [name + (MARKED if values.get("disturbed") else "")]
+        [name + (DISTURBED_MARK if values.get("disturbed") else "")]
         + ["" if values.get(key) is None else format(values[key], spec) for key, _, spec in used]
         for name, values in found
     ]
     return Table(title, ["", *(head for _, head, _ in used)], cells, notes)
 
 
-def update(document: str, tables: Iterable[Table]) -> str:
+def insert_tables(document: str, tables: Iterable[Table]) -> str:
     """The document with these tables inserted in their places. Raises OutriderError("option") if a
     table does not have exactly one place."""
     for table in tables:

@@ -28,20 +28,20 @@ from runtime.theory.measure import told
 
 from ..core import machine
 from ..core.clock import Clock
-from ..core.command import check_place
-from ..core.plot import BLUE, ORANGE, RED, png
+from ..core.command import check_writable
+from ..core.plot import BLUE, ORANGE, RED, render_png
 from ..core.prompts import PROMPTS
-from .numbers import REPEATS, Measurement, take
+from .measurement import REPEATS, Measurement, measure_prompts
 
-PAGE = "index.html"
-MARK = b'<meta name="generator" content="Outrider bench.report">'  # identifies pages of this report
-BUSY = 0.1  # value of `Measurement.lost` above which the page shows a warning
+PAGE_FILE = "index.html"
+PAGE_MARK = b'<meta name="generator" content="Outrider bench.report">'  # in pages of this report
+BUSY_LOST = 0.1  # value of `Measurement.lost` above which the page shows a warning
 
 
 def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
     """The page as HTML. text: `told` of the measurement. Text from models, prompts and bundles is
     escaped."""
-    image = png(lambda axes: speed_plot(axes, m))
+    image = render_png(lambda axes: plot_speedups(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -51,23 +51,23 @@ def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> st
     )
     return environment.get_template("page.html.jinja").render(
         name=name,
-        mark=MARK.decode(),
+        mark=PAGE_MARK.decode(),
         text=text,
         facts=facts,
-        lost=m.lost if m.lost > BUSY else None,
+        lost=m.lost if m.lost > BUSY_LOST else None,
         plot=f"data:image/png;base64,{base64.b64encode(image).decode()}",
     )
 
 
-def speed_plot(axes: Any, m: Measurement) -> None:
-    found, gammas = m.found, list(m.found.measured)
+def plot_speedups(axes: Any, m: Measurement) -> None:
+    found, gammas = m.findings, list(m.findings.measured)
     theory = [speedup(found.alpha, g, found.costs.draft) for g in gammas]
     axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
     label = "Theorem 3.8 with the measured cost of each width"
-    axes.plot(gammas, [m.expected(g) for g in gammas], color=BLUE, marker="s", label=label)
+    axes.plot(gammas, [m.expected_speedup(g) for g in gammas], color=BLUE, marker="s", label=label)
     label = "measured, median over prompts"
     axes.plot(gammas, list(found.measured.values()), color=RED, marker="o", label=label)
-    low, high = zip(*((min(r), max(r)) for r in map(m.ratios, gammas)), strict=True)
+    low, high = zip(*((min(r), max(r)) for r in map(m.measured_speedups, gammas)), strict=True)
     label = "measured, range over prompts"
     axes.vlines(gammas, low, high, color=RED, alpha=0.35, linewidth=3, label=label)
     axes.axhline(1, color="0.4", linewidth=1, label="plain decoding")
@@ -75,11 +75,11 @@ def speed_plot(axes: Any, m: Measurement) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict[str, str]:
-    pair, about = manifest.pair, machine.describe(machine.physical_cores())
+def collect_facts(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict[str, str]:
+    pair, description = manifest.pair, machine.describe(machine.physical_cores())
     models = {"Target": pair.target, "Draft": pair.draft}
-    words = ["python", "-m", "bench", "report"]
-    words += [f"--{key}={value}" for key, value in vars(args).items() if value is not None]
+    command = ["python", "-m", "bench", "report"]
+    command += [f"--{key}={value}" for key, value in vars(args).items() if value is not None]
     return {
         "Bundle": f"{manifest.name}, context {pair.max_len:,}, γ up to {pair.max_gamma}",
         **{
@@ -88,33 +88,33 @@ def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict
             if m is not None
         },
         "Backend": ", ".join([manifest.backend, *manifest.gpu_targets()]),
-        "Machine": machine.sentence(about),
+        "Machine": machine.summary_line(description),
         "Versions": ", ".join(
-            f"{k} {v}" for k, v in {**about["versions"], **manifest.versions}.items() if v
+            f"{k} {v}" for k, v in {**description["versions"], **manifest.versions}.items() if v
         ),
         "Measured": f"{prompts} prompts with every γ, the fastest of {REPEATS} runs",
-        "Command": shlex.join(words),
+        "Command": shlex.join(command),
     }
 
 
 def check_page(page: Path) -> None:
     """Raises OutriderError("disk") if a file that is not a report page would be replaced, or if the
     folder is not writable."""
-    check_place(page.parent)
-    if page.exists() and MARK not in page.read_bytes()[:2000]:
+    check_writable(page.parent)
+    if page.exists() and PAGE_MARK not in page.read_bytes()[:2000]:
         raise OutriderError(
             "disk", f"{page} exists and is not a report page", "Choose another --out."
         )
 
 
-def write(text: str, page: Path) -> None:
+def write_page(text: str, page: Path) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     with replacing(page) as new:
         # With some tokenizers a token may be half of a surrogate pair.
         new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def prompts_of(source: str | None) -> list[str]:
+def read_prompts(source: str | None) -> list[str]:
     """The prompts of a file, one per line; a line may be a JSON string. Raises
     OutriderError("prompt") if there are none."""
     if source is None:
@@ -134,8 +134,8 @@ def prompts_of(source: str | None) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="python -m bench report", description=__doc__)
-    add = made.add_argument
+    parser = CommandParser(prog="python -m bench report", description=__doc__)
+    add = parser.add_argument
     add("--engines", required=True, metavar="DIR", help="bundle with a draft model")
     add("--prompts", metavar="FILE", help="file with one prompt per line; a line may be a JSON "
         'string, "for several\\nlines" (default: four beginnings of Python files)')  # fmt: skip
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
         help="number of tokens for each prompt and gamma (default: %(default)s)")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T",
         help="sampling temperature (default: 0)")  # fmt: skip
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,8 +161,8 @@ def _main(args: argparse.Namespace) -> int:
         )
     if args.tokens < 2:
         raise OutriderError("option", f"tokens={args.tokens} is out of range", "Use 2 or more.")
-    prompts = prompts_of(args.prompts)
-    page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE
+    prompts = read_prompts(args.prompts)
+    page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE_FILE
     engine = load(args.engines, reuse=False)  # every text includes its own prefill
     if engine.decoder.draft is None:
         raise OutriderError(
@@ -171,9 +171,9 @@ def _main(args: argparse.Namespace) -> int:
     for prompt in prompts:
         engine.request(prompt, Options(temperature=args.temperature))
     check_page(page.resolve())
-    measurement = take(engine, prompts, args.temperature, args.tokens, clock.note)
-    facts = facts_of(engine.manifest, args, len(prompts))
-    text = told(measurement.found, len(prompts), args.temperature, args.tokens)
-    write(render(engine.manifest.name, facts, text, measurement), page.resolve())
+    measurement = measure_prompts(engine, prompts, args.temperature, args.tokens, clock.note)
+    facts = collect_facts(engine.manifest, args, len(prompts))
+    text = told(measurement.findings, len(prompts), args.temperature, args.tokens)
+    write_page(render(engine.manifest.name, facts, text, measurement), page.resolve())
     print(page.resolve())
     return 0

@@ -29,9 +29,9 @@ from ..core.command import Results, Suite, bundle_option
 from ..core.table import Table
 
 PROMPT = [11, 42, 7, 100, 3, 9, 27, 81]
-NAMES = ("process", "first token", "round", "host part of a round")
+TIME_NAMES = ("process", "first token", "round", "host part of a round")
 # Does the same as examples/embed.cpp, and prints the ids and the times in the same way.
-PYTHON = """
+PYTHON_PROGRAM = """
 import sys, time
 from runtime import load
 spent = 0.0
@@ -59,7 +59,7 @@ with load(sys.argv[1]) as engine:
 """
 
 
-def compiled(folder: Path) -> Path:
+def compile_program(folder: Path) -> Path:
     """Compile examples/embed.cpp into `folder`. Raises OutriderError("backend") if the library or
     the compiler is missing."""
     library = find_library()
@@ -78,23 +78,23 @@ def compiled(folder: Path) -> Path:
     return program
 
 
-def run(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
+def run_program(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
     """Run one program; returns its token ids, and milliseconds in the order of NAMES."""
-    said = ""
+    output = ""
 
     def once() -> None:
-        nonlocal said
+        nonlocal output
         done = subprocess.run([*command], capture_output=True, text=True, cwd=PLUGINS_FOLDER.parent)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
             cause, _, remedy = (last or f"it ended with status {done.returncode}").partition(". ")
             raise OutriderError("bundle", cause, remedy or "Please report this.")
-        said = done.stdout
+        output = done.stdout
 
     taken = sample(once)
-    line, told = said.splitlines()
+    line, times_line = output.splitlines()
     ids = [int(word) for word in line.split()]
-    times = [float(number) for number in re.findall(r"[\d.]+(?= ms| of them outside)", told)]
+    times = [float(number) for number in re.findall(r"[\d.]+(?= ms| of them outside)", times_line)]
     return ids, [1e3 * taken.seconds, *times]
 
 
@@ -103,11 +103,11 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     words = [str(token) for token in PROMPT]
     with tempfile.TemporaryDirectory() as folder:
         ways: dict[str, list[str | Path]] = {
-            "C++": [compiled(Path(folder)), bundle, onnxruntime(), *words],
-            "Python": [sys.executable, "-c", PYTHON, bundle, *words],
+            "C++": [compile_program(Path(folder)), bundle, onnxruntime(), *words],
+            "Python": [sys.executable, "-c", PYTHON_PROGRAM, bundle, *words],
         }
         found: dict[str, list[list[float]]] = {name: [] for name in ways}
-        texts = {name: run(command)[0] for name, command in ways.items()}  # also caches the files
+        texts = {name: run_program(way)[0] for name, way in ways.items()}  # also caches the files
         if texts["C++"] != texts["Python"]:
             raise OutriderError(
                 "certificate",
@@ -117,9 +117,9 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         for turn in range(turns):
             clock.note(f"turn {turn + 1} of {turns}")
             for name in order(list(ways), turn):
-                found[name].append(run(ways[name])[1])
+                found[name].append(run_program(ways[name])[1])
     times = {
-        name: dict(zip(NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
+        name: dict(zip(TIME_NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
         for name, rows in found.items()
     }
     # Both programs use the engines' default number of threads.
@@ -131,7 +131,7 @@ def tables(results: Results) -> list[Table]:
     ours, python = results["times"]["C++"], results["times"]["Python"]
     rows = [
         [what, f"{ours[what]:,.2f}", f"{python[what]:,.2f}", f"{ours[what] / python[what]:,.2f}"]
-        for what in NAMES
+        for what in TIME_NAMES
     ]
     title = f"The same request in C++ and Python: {results['bundle']}"
     notes = [
@@ -150,6 +150,6 @@ SUITE = Suite(
     tables,
     options=bundle_option,
     threads=False,
-    places=("embed-",),
+    table_prefixes=("embed-",),
 )
 main = SUITE.main

@@ -24,7 +24,7 @@ from ..core.table import Table
 from ..systems import SYSTEMS, gguf
 
 LENGTH = 128
-Way = tuple[str, Any, int]  # name, model, size of its matrices in bytes
+QuantisedModel = tuple[str, Any, int]  # name, model, size of its matrices in bytes
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -51,31 +51,33 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     from export.weights.quantising import TEXTS
 
     torch.set_num_threads(args.threads)
-    given = find(args.model)
-    full = load(given, torch.float32)
+    checkpoint = find(args.model)
+    full = load(checkpoint, torch.float32)
     count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
     clock.note("generating texts with the full model")
     ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH)
-    written, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
-    said = logits(full, ids)
+    calibration, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
+    full_logits = logits(full, ids)
     del full
-    rows, missing = {}, SYSTEMS["llama.cpp"].missing()
-    ways = [ours(given.path, written, args.bits, clock)]
+    rows, missing = {}, SYSTEMS["llama.cpp"].missing_reason()
+    ways = [outrider_models(checkpoint.path, calibration, args.bits, clock)]
     if missing is None:
-        ways.append(llamacpp(given.path, clock))
+        ways.append(llamacpp_models(checkpoint.path, clock))
     try:
         for name, model, size in chain(*ways):
-            texts = zip(said, logits(model, ids), ids, strict=True)
+            texts = zip(full_logits, logits(model, ids), ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
             rows[name] = {"bits": 8 * size / count, **asdict(found)}
-    except gguf.NotWritten as error:
+    except gguf.ConversionError as error:
         missing = str(error)
-    return {"machine": machine.describe(args.threads), "checkpoint": given.source,
+    return {"machine": machine.describe(args.threads), "checkpoint": checkpoint.source,
             "weights": count, "rows": rows, "missing": missing}  # fmt: skip
 
 
-def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Iterator[Way]:
-    """Models quantised as in a build. written: `Texts` for choosing the levels. bits: values of
+def outrider_models(
+    checkpoint: Path, calibration: Any, bits: list[float], clock: Clock
+) -> Iterator[QuantisedModel]:
+    """Models quantised as in a build. calibration: `Texts` for choosing the levels. bits: values of
     BITS, each for another row."""
     import torch
 
@@ -88,14 +90,14 @@ def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Ite
     for name, each, most in kinds + [(f"int4, BITS={most:g}", 4, most) for most in bits]:
         clock.note(name)
         model = load(find(str(checkpoint)), torch.float32)
-        found = quantise_model(model, each, written, most=most)
+        found = quantise_model(model, each, calibration, most=most)
         yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
         del model
 
 
-def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
-    """Models quantised by llama.cpp, through GGUF files. Raises `gguf.NotWritten` for models that
-    cannot be converted."""
+def llamacpp_models(checkpoint: Path, clock: Clock) -> Iterator[QuantisedModel]:
+    """Models quantised by llama.cpp, through GGUF files. Raises `gguf.ConversionError` for models
+    that cannot be converted."""
     import torch
 
     from export.checkpoint import find

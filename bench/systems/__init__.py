@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Kind:
+class Module:
     """A system. worker: its module in this package, and the class. packages: packages that the
     module imports. extra: the extra in pyproject.toml that installs them."""
 
@@ -21,20 +21,22 @@ class Kind:
     packages: tuple[str, ...]
     extra: str
 
-    def missing(self) -> str | None:
+    def missing_reason(self) -> str | None:
         """The reason why the system is missing; None if its packages are installed."""
         absent = [package for package in self.packages if not importlib.util.find_spec(package)]
         return f"{' and '.join(absent)} not installed (extra {self.extra})" if absent else None
 
 
 SYSTEMS = {
-    "outrider": Kind("ours.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev"),
-    "transformers": Kind("transformers.TransformersWorker", ("torch", "transformers"), "dev"),
-    "genai": Kind(
+    "outrider": Module("outrider.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev"),
+    "transformers": Module("transformers.TransformersWorker", ("torch", "transformers"), "dev"),
+    "genai": Module(
         "genai.GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai"
     ),
-    "llama.cpp": Kind("llama.LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama"),
-    "ctranslate2": Kind(
+    "llama.cpp": Module(
+        "llama.LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama"
+    ),
+    "ctranslate2": Module(
         "ctranslate2.CTranslateWorker", ("ctranslate2", "torch", "transformers"), "ctranslate2"
     ),
 }

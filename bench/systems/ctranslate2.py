@@ -13,7 +13,7 @@ import ctranslate2
 import numpy as np
 
 from .protocol import Request, Setup
-from .worker import Arrivals, converted, step_share, weights_bytes
+from .worker import Arrivals, convert_checkpoint, step_share, weights_bytes
 
 library: Any = ctranslate2  # has no annotations
 CONVERTER = "ctranslate2.converters.transformers"
@@ -28,7 +28,7 @@ class CTranslateWorker:
         self._sound, self._end = config["model_type"] == "whisper", config["eos_token_id"]
         self._setup = setup
         self._folder = setup.work / "ctranslate2" / f"{setup.target.name}-{setup.precision}"
-        converted(
+        convert_checkpoint(
             self._folder, setup.target, CONVERTER, "--model", setup.target, "--output_dir",
             self._folder, "--quantization", setup.precision, "--force",
         )  # fmt: skip
@@ -66,7 +66,7 @@ class CTranslateWorker:
 
         begin = request.begin[1:]  # CTranslate2 adds the first one itself
 
-        def came(step: Any) -> bool:
+        def on_token(step: Any) -> bool:
             if step.step >= len(begin):  # the callback is also called for the given tokens
                 arrivals.add([(0, [step.token_id])])
             return False
@@ -75,7 +75,7 @@ class CTranslateWorker:
             [[self._tokens[i] for i in request.prompts[0]]],
             target_prefix=[[self._tokens[i] for i in begin]],
             max_input_length=0, min_decoding_length=len(begin) + request.new_tokens,
-            max_decoding_length=len(begin) + request.new_tokens, callback=came, **sampling,
+            max_decoding_length=len(begin) + request.new_tokens, callback=on_token, **sampling,
         )  # fmt: skip
 
     def _transcribe(self, request: Request, arrivals: Arrivals, sampling: dict[str, Any]) -> None:
@@ -84,16 +84,16 @@ class CTranslateWorker:
         begin, features = time.perf_counter(), np.asarray(request.prompts[0])[None]
         encoded = self._model.encode(library.StorageView.from_array(features))
         arrivals.texts[0].notes["encode"] = time.perf_counter() - begin
-        said = list(request.begin)
-        asking = sum(self._tokens[token].startswith("<|") for token in said)
+        output = list(request.begin)
+        prompt_size = sum(self._tokens[token].startswith("<|") for token in output)
         for count in (1, request.new_tokens - 1):
             # CTranslate2 reserves half of max_length for the prompt. Tokens of the output so far
             # count against the other half, and are returned again.
-            most = 2 * (len(said) - asking + count)
+            max_length = 2 * (len(output) - prompt_size + count)
             (result,) = self._model.generate(
-                encoded, [said], max_length=most, suppress_blank=False,
+                encoded, [output], max_length=max_length, suppress_blank=False,
                 suppress_tokens=[self._end], **sampling,
             )  # fmt: skip
             tokens = result.sequences_ids[0][-count:]
             arrivals.add([(0, tokens)])
-            said += tokens
+            output += tokens

@@ -11,7 +11,7 @@ import onnxruntime
 import onnxruntime_genai
 
 from .protocol import Request, Setup
-from .worker import Arrivals, converted, weights_bytes
+from .worker import Arrivals, convert_checkpoint, weights_bytes
 
 og: Any = onnxruntime_genai
 BUILDER = "onnxruntime_genai.models.builder"
@@ -48,7 +48,7 @@ class GenaiWorker:
             if pair:
                 if self._draft is None:
                     raise ValueError("no draft model was given")
-                changes["draft"] = {**_linked(self._draft, self._folder), **self._threads}
+                changes["draft"] = {**_link_draft(self._draft, self._folder), **self._threads}
             config.overlay(json.dumps({"model": changes}))
             self._models[pair] = og.Model(config)
         return self._models[pair]
@@ -94,13 +94,13 @@ class GenaiWorker:
 
 def _build(setup: Setup, checkpoint: Path) -> Path:
     folder = setup.work / "genai" / checkpoint.name
-    return converted(
+    return convert_checkpoint(
         folder, checkpoint, BUILDER, "-i", checkpoint, "-o", folder, "-p", "fp32", "-e", "cpu",
         "-c", folder.parent / "cache", "--extra_options", "hf_token=false",
     )  # fmt: skip
 
 
-def _linked(draft: Path, folder: Path) -> dict[str, Any]:
+def _link_draft(draft: Path, folder: Path) -> dict[str, Any]:
     """The draft's section for the target's configuration. The draft's files are linked into the
     target's folder, where GenAI expects them."""
     place = folder / "draft"

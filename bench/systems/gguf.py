@@ -30,7 +30,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-class NotWritten(ValueError):
+class ConversionError(ValueError):
     """The checkpoint cannot be converted: another family, or not in the Hugging Face layout."""
 
 
@@ -38,24 +38,24 @@ def write(checkpoint: Path, file: Path) -> None:
     """Write the checkpoint's weights in float32, under llama.cpp's names.
 
     Raises:
-        NotWritten: the checkpoint is not of `FAMILIES`, has a sliding window, or has a rotary
+        ConversionError: the checkpoint is not of `FAMILIES`, has a sliding window, or has a rotary
             embedding other than the default or Llama 3's.
     """
     import gguf
     from transformers import AutoConfig
 
     if not checkpoint.is_dir():
-        raise NotWritten("only a folder in the Hugging Face layout can be converted")
+        raise ConversionError("only a folder in the Hugging Face layout can be converted")
     config: Any = AutoConfig.from_pretrained(checkpoint)
     rope, kind = getattr(config, "rope_parameters", {}), config.model_type
     if kind not in FAMILIES or rope["rope_type"] not in ("default", "llama3"):
-        raise NotWritten(
+        raise ConversionError(
             f"only {', '.join(FAMILIES)} with usual rotary embeddings can be converted"
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
         kind == "mistral" and config.sliding_window
     ):
-        raise NotWritten("sliding windows cannot be converted")
+        raise ConversionError("sliding windows cannot be converted")
     architecture, neighbours = FAMILIES[kind]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -75,7 +75,7 @@ def write(checkpoint: Path, file: Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     if rope["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", slower(config, width))
+        writer.add_tensor("rope_freqs.weight", rope_factors(config, width))
     arch = gguf.MODEL_ARCH[architecture.upper()]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     rotated = {f"{side}_proj.{part}": count for part in ("weight", "bias")
@@ -83,23 +83,23 @@ def write(checkpoint: Path, file: Path) -> None:
     for source, tensor in tensors(checkpoint):
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise NotWritten(f"llama.cpp has no name for {source}")
-        many = next((count for end, count in rotated.items() if source.endswith(end)), None)
-        writer.add_tensor(name, interleaved(tensor, many) if many else tensor)
+            raise ConversionError(f"llama.cpp has no name for {source}")
+        count = next((count for end, count in rotated.items() if source.endswith(end)), None)
+        writer.add_tensor(name, interleaved(tensor, count) if count else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def slower(config: Any, width: int) -> Array:
+def rope_factors(config: Any, width: int) -> Array:
     """The factors by which Llama 3 divides each of the width / 2 rotary frequencies, as computed by
     Transformers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    usual = config.rope_parameters["rope_theta"] ** -(np.arange(0, width, 2) / width)
-    factors: Array = (usual / made.numpy()).astype(np.float32)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    default = config.rope_parameters["rope_theta"] ** -(np.arange(0, width, 2) / width)
+    factors: Array = (default / scaled.numpy()).astype(np.float32)
     return factors
 
 
@@ -142,13 +142,13 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--type", choices=("float32", *MIXTURES), default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    if given.type == "float32":
-        write(given.checkpoint, given.file)
+    args = parser.parse_args()
+    if args.type == "float32":
+        write(args.checkpoint, args.file)
         return
-    whole = given.file.with_suffix(".float32")
-    write(given.checkpoint, whole)
-    quantize(whole, given.file, given.type, given.threads)
+    whole = args.file.with_suffix(".float32")
+    write(args.checkpoint, whole)
+    quantize(whole, args.file, args.type, args.threads)
     whole.unlink()
 
 

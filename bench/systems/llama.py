@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
 from .protocol import Request, Setup
-from .worker import Arrivals, converted
+from .worker import Arrivals, convert_checkpoint
 
 Ids = npt.NDArray[np.intc]
 # Turns off the filters that the binding applies by default.
@@ -27,7 +27,7 @@ def _argmax(context: Any, row: int, vocab_size: int) -> int:
     return int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax())
 
 
-class _Counting(llama_cpp.Llama):  # type: ignore[misc]  # the binding has no annotations to check
+class _CountingLlama(llama_cpp.Llama):  # type: ignore[misc]  # no annotations to check
     """Counts evaluations. A round is one evaluation, however many tokens it yields."""
 
     evaluations = 0
@@ -66,7 +66,7 @@ class LlamaWorker:
         self._target = self._write(setup.target)
         self._draft = self._write(setup.draft) if setup.draft else None
         self._models: dict[str, Any] = {}
-        self._many: _Many | None = None
+        self._batch: _BatchContext | None = None
 
     def load(self) -> dict[str, Any]:
         self._model("plain")
@@ -81,7 +81,7 @@ class LlamaWorker:
     def _write(self, checkpoint: Path) -> Path:
         precision = self._setup.precision
         file = self._setup.work / "gguf" / f"{checkpoint.name}-{precision}" / "model.gguf"
-        converted(
+        convert_checkpoint(
             file.parent, checkpoint, f"{__package__}.gguf", checkpoint, file,
             "--type", precision, "--threads", self._setup.threads,
         )  # fmt: skip
@@ -104,7 +104,7 @@ class LlamaWorker:
     def _read(self, file: Path, **more: Any) -> Any:
         # llama.cpp's cache is float16 by default; a float32 model should be float32 throughout.
         cache = library.GGML_TYPE_F32 if self._setup.precision == "float32" else None
-        return _Counting(
+        return _CountingLlama(
             str(file),
             n_ctx=self._setup.max_len,
             n_threads=self._setup.threads,
@@ -122,8 +122,8 @@ class LlamaWorker:
         if len(request.prompts) > 1:
             if request.mode != "plain":
                 raise ValueError("the binding drafts for one text at a time")
-            self._many = self._many or _Many(self._model("plain"), self._setup)
-            self._many.generate(request, arrivals)
+            self._batch = self._batch or _BatchContext(self._model("plain"), self._setup)
+            self._batch.generate(request, arrivals)
             return
         model = self._model(request.mode)
         model.reset()  # otherwise it reuses the longest common prefix of the prompts
@@ -140,7 +140,7 @@ class LlamaWorker:
             seen = model.evaluations
 
 
-class _Many:
+class _BatchContext:
     """A second context on the loaded weights, with a cache for several texts. Uses llama.cpp's own
     interface, where a call may contain tokens of several texts."""
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..core.clock import Sample
 from . import SYSTEMS
-from .protocol import Prompt, Request, Setup, Steps, Text, Unavailable
+from .protocol import Prompt, Request, Setup, StepsRequest, Text, Unavailable
 from .worker import serve
 
-PATIENCE = 10.0  # seconds to wait for a worker to exit
+EXIT_TIMEOUT = 10.0  # seconds to wait for a worker to exit
 
 
 class Peer(AbstractContextManager["Peer"]):
@@ -31,15 +31,15 @@ class Peer(AbstractContextManager["Peer"]):
     """
 
     def __init__(self, name: str, target: Path, **options: Any):
-        if (reason := SYSTEMS[name].missing()) is not None:
+        if (reason := SYSTEMS[name].missing_reason()) is not None:
             raise Unavailable(reason)
         setup = Setup(target, **options)
         self._prompts: dict[str, Prompt] = {}  # the last prompt of each mode
         context = multiprocessing.get_context("spawn")  # shares nothing with this process
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, name, setup), daemon=True)
+        self._pipe, worker_pipe = context.Pipe()
+        self._process = context.Process(target=serve, args=(worker_pipe, name, setup), daemon=True)
         self._process.start()
-        theirs.close()
+        worker_pipe.close()
         try:
             self.facts: dict[str, Any] = self._answer()
         except BaseException:
@@ -51,7 +51,7 @@ class Peer(AbstractContextManager["Peer"]):
 
     def close(self) -> None:
         self._pipe.close()
-        self._process.join(PATIENCE)
+        self._process.join(EXIT_TIMEOUT)
         if self._process.is_alive():  # in the middle of a text or a conversion
             self._process.terminate()
             self._process.join()
@@ -75,13 +75,13 @@ class Peer(AbstractContextManager["Peer"]):
                 raise Unavailable(f"it returned {len(text.tokens)} of {request.new_tokens} tokens")
         return texts
 
-    def steps(self, request: Steps) -> dict[str, list[Sample]]:
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Sample]]:
         """Time calls of the engines (Outrider only); returns samples by "draft" and width. Raises
         Unavailable."""
         samples: dict[str, list[Sample]] = self._ask(request)
         return samples
 
-    def _ask(self, request: Request | Steps) -> Any:
+    def _ask(self, request: Request | StepsRequest) -> Any:
         with suppress(BrokenPipeError):  # `_answer` then raises with the reason
             self._pipe.send(request)
         return self._answer()

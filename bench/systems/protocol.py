@@ -57,10 +57,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepsRequest:
     """A request to time calls of Outrider's engines alone: a step of the draft, if there is one,
     and of the target with each number of tokens in `widths`, in each of `slots`, at row `position`.
-    rounds, patience: as in `clock.sampled`."""
+    rounds, patience: as in `clock.sample_in_turn`."""
 
     position: int
     widths: list[int]
@@ -87,7 +87,7 @@ class Text:
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def first(self) -> Sample:
+    def first_token(self) -> Sample:
         """Time to the first token: the whole prefill and, with drafts in some systems, the first
         round."""
         return Sample(self.times[0], self.lost[0] / self.times[0])
@@ -97,7 +97,7 @@ class Text:
         return [len(list(tokens)) for _, tokens in groupby(self.times)][1:]
 
 
-def decoding(texts: Sequence[Text]) -> Sample | None:
+def time_per_token(texts: Sequence[Text]) -> Sample | None:
     """Seconds per token of texts decoded together, after all of them have their first token; None
     if there are no tokens after that. A draft's prefill is included if it happens later."""
     begin, end = (max(text.times[i] for text in texts) for i in (0, -1))

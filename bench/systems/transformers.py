@@ -46,7 +46,7 @@ class TransformersWorker:
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._draft: Any = None
-        self._encoding = 0.0  # seconds spent in encoders
+        self._encoder_seconds = 0.0  # seconds spent in encoders
 
     def load(self) -> dict[str, Any]:
         self._target = self._read(self._setup.target)
@@ -64,12 +64,12 @@ class TransformersWorker:
     def generate(self, request: Request, arrivals: Arrivals) -> None:
         torch.manual_seed(request.seed)
         read = torch.tensor(np.array(request.prompts))
-        given = {self._target.main_input_name: read}
+        inputs = {self._target.main_input_name: read}
         if not read.is_floating_point():
-            given["attention_mask"] = torch.ones_like(read)
+            inputs["attention_mask"] = torch.ones_like(read)
         if request.begin:
-            given["decoder_input_ids"] = torch.tensor([request.begin])
-        self._encoding = 0.0
+            inputs["decoder_input_ids"] = torch.tensor([request.begin])
+        self._encoder_seconds = 0.0
         sampling: dict[str, Any] = {"do_sample": False}
         if request.temperature:
             unrestricted = {"top_k": 0, "top_p": 1.0}
@@ -77,14 +77,14 @@ class TransformersWorker:
         with torch.inference_mode():
             library.GenerationMixin.generate(
                 self._target,
-                **given,
+                **inputs,
                 max_new_tokens=request.new_tokens,
                 streamer=_Streamer(arrivals),
                 **sampling,
                 **self._drafting(request),
             )
         if request.begin:
-            arrivals.texts[0].notes["encode"] = self._encoding
+            arrivals.texts[0].notes["encode"] = self._encoder_seconds
 
     def _drafting(self, request: Request) -> dict[str, Any]:
         if request.mode == "lookup":
@@ -107,8 +107,8 @@ class TransformersWorker:
         config = library.AutoConfig.from_pretrained(folder)
         kind = "AutoModelForCausalLM"
         if config.is_encoder_decoder:
-            hears = hasattr(config, "num_mel_bins")
-            kind = "AutoModelForSpeechSeq2Seq" if hears else "AutoModelForSeq2SeqLM"
+            is_audio = hasattr(config, "num_mel_bins")
+            kind = "AutoModelForSpeechSeq2Seq" if is_audio else "AutoModelForSeq2SeqLM"
         model = (
             getattr(library, kind)
             .from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
@@ -116,17 +116,17 @@ class TransformersWorker:
         )
         model.generation_config.eos_token_id = None  # so that no text ends early
         if config.is_encoder_decoder:
-            self._time(model.get_encoder())
+            self._time_encoder(model.get_encoder())
         return model
 
-    def _time(self, encoder: Any) -> None:
-        """Add the time of the encoder's calls to `_encoding`."""
+    def _time_encoder(self, encoder: Any) -> None:
+        """Add the time of the encoder's calls to `_encoder_seconds`."""
 
         def timed(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             try:
                 return forward(*args, **options)
             finally:
-                self._encoding += time.perf_counter() - begin
+                self._encoder_seconds += time.perf_counter() - begin
 
         forward, encoder.forward = encoder.forward, timed

@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..core.cache import cached_folder, run_module
 from ..core.clock import lost_seconds, sample
-from ..core.kept import kept, run_module
-from ..core.machine import resident
+from ..core.machine import resident_memory
 from . import SYSTEMS
-from .protocol import Request, Setup, Steps, Text, Unavailable
+from .protocol import Request, Setup, StepsRequest, Text, Unavailable
 
-_OF_SOURCE = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\.")
+_SOURCE_ONLY = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\.")
 
 
 class Arrivals:
@@ -50,7 +50,7 @@ class Worker(Protocol):
     """The interface of a system. The constructor converts the checkpoints; `load`, which is timed,
     reads the converted files. A worker must not reuse prefixes of earlier prompts.
 
-    Outrider's worker also has a method `steps`, from `Steps` to samples by name.
+    Outrider's worker also has a method `time_steps`, from `StepsRequest` to samples by name.
     """
 
     def __init__(self, setup: Setup): ...
@@ -62,17 +62,17 @@ class Worker(Protocol):
         """Decode the texts, and add every token to `arrivals`."""
 
 
-def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -> Path:
+def convert_checkpoint(folder: Path, checkpoint: Path, module: str, *arguments: object) -> Path:
     """`folder`, filled by `python -m module` from the checkpoint, unless it is up to date.
 
     The conversion runs in a separate process, so that its memory does not count as the system's.
     """
 
     def convert() -> None:
-        if said := run_module(module, *arguments):
-            raise RuntimeError(f"{module} cannot convert the checkpoint: {said}")
+        if error := run_module(module, *arguments):
+            raise RuntimeError(f"{module} cannot convert the checkpoint: {error}")
 
-    return kept(folder, [checkpoint], convert)
+    return cached_folder(folder, [checkpoint], convert)
 
 
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
@@ -90,7 +90,7 @@ def step_share(checkpoint: Path) -> float:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 sizes[name] = math.prod(file.get_slice(name).get_shape())
-    read = sum(size for name, size in sizes.items() if not _OF_SOURCE.search(name))
+    read = sum(size for name, size in sizes.items() if not _SOURCE_ONLY.search(name))
     return read / sum(sizes.values())
 
 
@@ -104,15 +104,15 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     facts: dict[str, Any] = {}
     try:
         module, kind = SYSTEMS[name].worker.split(".")
-        made = getattr(importlib.import_module(f".{module}", __package__), kind)
-        facts["before"], _ = resident()
-        worker: Worker = made(setup)
+        worker_class = getattr(importlib.import_module(f".{module}", __package__), kind)
+        facts["before"], _ = resident_memory()
+        worker: Worker = worker_class(setup)
         taken = sample(lambda: facts.update(worker.load()))
     except Exception as error:  # noqa: BLE001 - any failure becomes the reason why it is missing
-        pipe.send(_failed(error))
+        pipe.send(_unavailable(error))
         return
     facts |= {"load_seconds": taken.seconds, "load_lost": taken.lost}
-    pipe.send({**facts, "loaded": resident()[1]})
+    pipe.send({**facts, "loaded": resident_memory()[1]})
     while True:
         try:
             request = pipe.recv()
@@ -121,19 +121,19 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
         try:
             pipe.send(_answer(worker, request))
         except Exception as error:  # noqa: BLE001 - as above
-            pipe.send(_failed(error))
+            pipe.send(_unavailable(error))
 
 
-def _failed(error: Exception) -> Unavailable:
+def _unavailable(error: Exception) -> Unavailable:
     traceback.print_exc()
     return Unavailable(f"{type(error).__name__}: {error}")
 
 
-def _answer(worker: Any, request: Request | Steps) -> Any:
-    if isinstance(request, Steps):
-        return worker.steps(request)
+def _answer(worker: Any, request: Request | StepsRequest) -> Any:
+    if isinstance(request, StepsRequest):
+        return worker.time_steps(request)
     arrivals = Arrivals(len(request.prompts))
     worker.generate(request, arrivals)
     for text in arrivals.texts:
-        _, text.peak = resident()
+        _, text.peak = resident_memory()
     return arrivals.texts

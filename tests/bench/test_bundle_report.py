@@ -14,8 +14,9 @@ import pytest
 from commands import error_line, leftovers
 from workshop import Workshop
 
-from bench.report import numbers, page
-from bench.report.numbers import Measurement
+from bench.report import measurement as measuring
+from bench.report import page
+from bench.report.measurement import Measurement
 from runtime.files.errors import EXIT_STATUS
 from runtime.stats import Stats
 from runtime.theory.formulas import speedup
@@ -44,38 +45,39 @@ def measurement() -> Measurement:
     return Measurement(findings(texts), texts)
 
 
-def words(m: Measurement) -> str:
-    return told(m.found, 1, 0.0, 12)
+def findings_text(m: Measurement) -> str:
+    return told(m.findings, 1, 0.0, 12)
 
 
 def test_the_page_has_what_was_found_and_nothing_is_markup() -> None:
     m, alpha = measurement(), (5 + 7) / (7 + 9)
     gain = speedup(alpha, 2, 1 / 7, 9 / 7)
-    assert m.expected(2) == pytest.approx(gain) and m.ratios(2) == [pytest.approx(12 / 5 * 7 / 11)]
-    text = page.render(NASTY, {"Bundle": NASTY}, words(m), m)
+    assert m.expected_speedup(2) == pytest.approx(gain)
+    assert m.measured_speedups(2) == [pytest.approx(12 / 5 * 7 / 11)]
+    text = page.render(NASTY, {"Bundle": NASTY}, findings_text(m), m)
     shown = html.unescape(text)
     assert "alpha 0.750 (accepted of examined) | c 0.143 | a plain step 7.00 ms" in shown
     assert f"use --gamma 2: {gain:.2f}x expected, 1.53x measured;" in shown
     assert f"it pays from {2 / (1 - 1 / gain):.0f} output tokens on" in shown
     assert "<script" not in text and text.count(html.escape(NASTY, quote=False)[:20]) == 3
-    assert page.MARK in text.encode()[:2000]
+    assert page.PAGE_MARK in text.encode()[:2000]
 
 
 def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine() -> None:
     """Also: a bundle of one gamma has something for the plot."""
     m = measurement()
-    costs = replace(m.found.costs, draft=3.0, verify=m.found.costs.verify[:2])
+    costs = replace(m.findings.costs, draft=3.0, verify=m.findings.costs.verify[:2])
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    dear = Measurement(replace(m.found, costs=costs, measured={1: 1.0}), few, lost=0.3)
-    text = page.render("x", {}, words(dear), dear)
+    dear = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
+    text = page.render("x", {}, findings_text(dear), dear)
     assert "use --gamma 0: no draft length gains" in text and "0.30 seconds" in text
-    assert "seconds for a core" not in page.render("x", {}, words(m), m)
+    assert "seconds for a core" not in page.render("x", {}, findings_text(m), m)
 
 
 def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text('one\n\n"two\\nlines"\n{"a": 1}\n  12\n"open\n', encoding="utf-8")
-    assert page.prompts_of(str(file)) == ["one", "two\nlines", '{"a": 1}', "  12", '"open']
+    assert page.read_prompts(str(file)) == ["one", "two\nlines", '{"a": 1}', "  12", '"open']
     file.write_text("\n \n")
     assert page.main(["--engines", "x", "--prompts", str(file)]) == EXIT_STATUS["prompt"]
     assert "has no prompts" in error_line(capsys.readouterr().err, "prompt")
@@ -83,7 +85,7 @@ def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def pair(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(numbers, "REPEATS", 2)
+    monkeypatch.setattr(measuring, "REPEATS", 2)
     return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.1))
 
 
@@ -95,9 +97,9 @@ def test_the_page_of_a_bundle(
     argv = ["--engines", pair, "--prompts", prompts, "--out", out, "--tokens", 8]
     assert page.main([f"{a}" for a in argv]) == 0
     streams = capsys.readouterr()
-    assert streams.out == f"{out / page.PAGE}\n"
+    assert streams.out == f"{out / page.PAGE_FILE}\n"
     assert "prompt 2 of 2, with gamma 0 to 8" in streams.err
-    text = (out / page.PAGE).read_text(encoding="utf-8")
+    text = (out / page.PAGE_FILE).read_text(encoding="utf-8")
     assert all(f"\n{gamma:>5}  " in text for gamma in range(1, 9))
     assert "measured on 2 prompts, 8 tokens for each gamma, temperature 0" in text
     (source,) = re.findall(r'<img src="data:image/png;base64,([^"]*)"', text)
@@ -106,8 +108,8 @@ def test_the_page_of_a_bundle(
     assert f"--out={out} --tokens=8 --temperature=0.0</td>" in text
     # Offline: nothing is fetched, nothing runs.
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<script", text)
-    page.check_page(out / page.PAGE)  # its own may be replaced
-    (out / page.PAGE).write_text("x")
+    page.check_page(out / page.PAGE_FILE)  # its own may be replaced
+    (out / page.PAGE_FILE).write_text("x")
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
     assert "is not a report page" in error_line(capsys.readouterr().err, "disk")
     assert leftovers(out) == []
@@ -141,7 +143,7 @@ def test_failures_are_one_line_and_leave_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(page, "take", lambda *_: measurement())
+        patched.setattr(page, "measure_prompts", lambda *_: measurement())
         patched.setattr(Path, "replace", full)
         failed("disk", "--engines", pair)
     found = importlib.util.find_spec

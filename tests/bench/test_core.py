@@ -17,23 +17,23 @@ from scipy.stats import linregress
 
 from bench import __main__ as command_line
 from bench.core import machine, runs
-from bench.core.clock import Clock, Sample, figure, order, sampled
+from bench.core.cache import cached_folder
+from bench.core.clock import Clock, Sample, median_time, order, sample_in_turn
 from bench.core.command import Suite
 from bench.core.costs import (
     Traffic,
-    of_calls,
-    of_rounds,
-    predicted,
+    costs_from_calls,
+    costs_from_rounds,
+    predicted_speedup,
     row_bytes,
-    total,
-    verification,
+    total_stats,
+    verify_cost,
 )
-from bench.core.fit import Spread, marginal, power
-from bench.core.kept import kept
+from bench.core.fit import Spread, fit_power_law, fit_shifted_power_law
 from bench.core.prompts import KINDS, Prompts
 from bench.core.record import RoundRecord, Run
 from bench.core.runs import Way
-from bench.core.table import Table, table_of, update
+from bench.core.table import Table, insert_tables, make_table
 from bench.suites import embed
 from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS, OutriderError
@@ -54,9 +54,9 @@ PROSE = [f"Line {i} of a text about nothing much.\n" * 40 for i in range(5)]
 
 def test_a_figure_leaves_disturbed_samples_out_while_there_are_enough() -> None:
     quiet = [Sample(0.010 + i * 1e-5) for i in range(9)]
-    mixed = figure([*quiet, *[Sample(0.5, lost=0.9)] * 20])
+    mixed = median_time([*quiet, *[Sample(0.5, lost=0.9)] * 20])
     assert mixed.ms == pytest.approx(10.04) and (mixed.kept, mixed.taken) == (9, 29)
-    busy = figure([Sample(0.02 + i, lost=0.1 + i / 100) for i in range(20)])
+    busy = median_time([Sample(0.02 + i, lost=0.1 + i / 100) for i in range(20)])
     assert busy.kept == 0 and busy.ms == pytest.approx(2020)  # the least disturbed
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_always_first_or_always_after_the_same(count: int) -> None:
 def test_calls_take_turns() -> None:
     seen: list[str] = []
     calls = {name: lambda name=name: seen.append(name) for name in "ab"}
-    taken = sampled(calls, rounds=3, patience=0.0)
+    taken = sample_in_turn(calls, rounds=3, patience=0.0)
     assert "".join(seen) == "ab" + "ab" + "ba" + "ba"  # the first of each is the warm-up
     assert {name: len(some) for name, some in taken.items()} == {"a": 3, "b": 3}
 
@@ -84,17 +84,23 @@ def test_calls_take_turns() -> None:
 
 
 def test_a_power_law_is_recovered() -> None:
-    fit = power(X, [3 * x**2 for x in X])
+    fit = fit_power_law(X, [3 * x**2 for x in X])
     assert fit is not None and fit.exponent == pytest.approx(2, abs=1e-9)
     assert fit.high == pytest.approx(2, abs=1e-6) and fit.worst == pytest.approx(0, abs=1e-9)
-    assert power([1, 2], [1, 2]) is None and marginal([1, 2, 3], [1, 2, 3]) is None
-    assert power([1, 2, 3], [0, 1, 2]) is None and marginal([1, 2, 3, 4], [0, 1, 2, 3]) is None
+    assert (
+        fit_power_law([1, 2], [1, 2]) is None
+        and fit_shifted_power_law([1, 2, 3], [1, 2, 3]) is None
+    )
+    assert (
+        fit_power_law([1, 2, 3], [0, 1, 2]) is None
+        and fit_shifted_power_law([1, 2, 3, 4], [0, 1, 2, 3]) is None
+    )
 
 
 def test_the_interval_of_an_exponent_is_student_s() -> None:
     """With the two that a line takes off the degrees of freedom."""
     y = [x * (1.1 if i % 2 else 0.9) for i, x in enumerate(X)]
-    fit, error = power(X, y), linregress(np.log(X), np.log(y)).stderr
+    fit, error = fit_power_law(X, y), linregress(np.log(X), np.log(y)).stderr
     assert fit is not None and fit.low < 1 < fit.high
     assert fit.high - fit.exponent == pytest.approx(2.571 * error, rel=1e-3)
 
@@ -102,7 +108,7 @@ def test_the_interval_of_an_exponent_is_student_s() -> None:
 @pytest.mark.parametrize(("constant", "exponent"), [(20.0, 1.0), (500.0, 2.0)])
 def test_what_grows_beside_a_constant(constant: float, exponent: float) -> None:
     y = [constant + x**exponent for x in X]
-    fit, line = marginal(X, y), power(X, y)
+    fit, line = fit_shifted_power_law(X, y), fit_power_law(X, y)
     assert fit is not None and line is not None
     assert fit.exponent == pytest.approx(exponent) and fit.constant == pytest.approx(constant)
     assert line.exponent < 0.7 * exponent and line.worst > 0.02  # control: no power law
@@ -112,11 +118,11 @@ def test_its_interval_under_noise_and_beside_nothing() -> None:
     rng, inside, trials = np.random.default_rng(1), 0, 40
     for _ in range(trials):
         noise = 1 + 0.02 * rng.standard_normal(len(X))
-        fit = marginal(X, [(20 + x) * n for x, n in zip(X, noise, strict=True)])
+        fit = fit_shifted_power_law(X, [(20 + x) * n for x, n in zip(X, noise, strict=True)])
         assert fit is not None and fit.low is not None and fit.high is not None
         inside += fit.low <= 1 <= fit.high
     assert inside / trials > 0.9
-    flat = marginal(X, [5 * (1 + 0.02 * n) for n in rng.standard_normal(len(X))])
+    flat = fit_shifted_power_law(X, [5 * (1 + 0.02 * n) for n in rng.standard_normal(len(X))])
     assert flat is not None and (flat.low is None or flat.high is None)
 
 
@@ -153,7 +159,7 @@ def test_costs_come_from_rounds() -> None:
     plain = a_run(*[a_round(0, 0)] * 20)
     rounds = [*[a_round(4, 1)] * 20, *[a_round(2, 2)] * 20, a_round(3, 0)]
     run, slow = a_run(*rounds), RoundRecord(3, 9.0, 0.0, 0.0)  # one round says nothing
-    found = of_rounds([plain], [replace(run, rounds=[*run.rounds, slow])], 6)
+    found = costs_from_rounds([plain], [replace(run, rounds=[*run.rounds, slow])], 6)
     assert found.plain == pytest.approx(STEP)
     assert found.draft == pytest.approx(DRAFT / STEP)
     assert found.verify == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
@@ -162,20 +168,20 @@ def test_costs_come_from_rounds() -> None:
 
 def test_costs_come_from_calls() -> None:
     ms = {"draft": 2.0, "1": 10.0, "2": 11.0, "3": 13.0}
-    found = of_calls({name: [Sample(x / 1e3)] * 5 for name, x in ms.items()})
+    found = costs_from_calls({name: [Sample(x / 1e3)] * 5 for name, x in ms.items()})
     assert found.plain == pytest.approx(0.01) and found.draft == pytest.approx(0.2)
-    assert verification(found, 1.5) == pytest.approx(1.2)
+    assert verify_cost(found, 1.5) == pytest.approx(1.2)
 
 
 COSTS = RoundCosts(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
 
 
 def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
-    assert predicted(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
+    assert predicted_speedup(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
     texts = [a_run(a_round(4, 1), a_round(4, 4))]
-    assert total(texts).acceptance_rate == pytest.approx(5 / 6)  # accepted of examined
+    assert total_stats(texts).acceptance_rate == pytest.approx(5 / 6)  # accepted of examined
     both = (theory.expected_tokens(0.7, 4) + 1) / (4 * 0.2 + 1.4 + 1)
-    assert predicted(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
+    assert predicted_speedup(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
 
 
 def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
     assert row_bytes(tmp_path, 2) == 2 * 3 * 8 * 2
     traffic = Traffic(weights=900, row=1, rows=100, draft_weights=90)
-    assert traffic.of_round() == 1000 and traffic.of_round(4) == 1360
+    assert traffic.round_bytes() == 1000 and traffic.round_bytes(4) == 1360
 
 
 # Texts decoded in several ways
@@ -199,13 +205,13 @@ def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
 def test_gains_and_quiet_texts() -> None:
     fast, slow = (a_run(*[a_round(0, 0)] * n) for n in (10, 15))
     texts = [{"plain": slow, "way": way} for way in (fast, slow, slow)]
-    gain = runs.gain(texts, "way", "plain")
+    gain = runs.measured_speedup(texts, "way", "plain")
     assert gain.total == pytest.approx(45 / 40) and gain.median == pytest.approx(1)
     assert gain.error > 0.05
-    assert runs.gain([{"plain": slow, "way": slow}] * 3, "way", "plain").error == 0
+    assert runs.measured_speedup([{"plain": slow, "way": slow}] * 3, "way", "plain").error == 0
     disturbed = [{"way": replace(fast, lost=lost)} for lost in (0.3, 0.0, 0.5, 0.4)]
-    assert [text["way"].lost for text in runs.quiet(disturbed)] == [0.0, 0.3]
-    assert len(runs.quiet([{"way": fast}] * 3)) == 3
+    assert [text["way"].lost for text in runs.undisturbed_texts(disturbed)] == [0.0, 0.3]
+    assert len(runs.undisturbed_texts([{"way": fast}] * 3)) == 3
 
 
 @pytest.mark.parametrize(("patience", "passes"), [(0.0, 1), (9.0, 3)])
@@ -266,7 +272,7 @@ def test_prompts_that_there_are_not() -> None:
 
 def test_tables_leave_out_what_no_row_has_and_mark_what_was_disturbed() -> None:
     rows = [("a", {"x": 10.0, "disturbed": True}), ("b", {})]
-    table = table_of("some", rows, [("x", "tok/s", ".1f"), ("y", "no", "")], ["note"])
+    table = make_table("some", rows, [("x", "tok/s", ".1f"), ("y", "no", "")], ["note"])
     assert table.head == ["", "tok/s"] and table.rows == [["a *", "10.0"], ["b", ""]]
     assert table.text() == "some\n     tok/s\na *   10.0\nb\nnote\n"
     assert "| a * | 10.0 |" in table.text(markdown=True)
@@ -275,12 +281,12 @@ def test_tables_leave_out_what_no_row_has_and_mark_what_was_disturbed() -> None:
 def test_a_document_gets_its_tables() -> None:
     table = Table("some", ["a"], [["1\\g"]], name="here")
     page = "before\n<!-- here -->\nold\n<!-- end -->\nafter\n<!-- end -->\n"
-    made = update(page, [table])
+    made = insert_tables(page, [table])
     assert made.startswith("before\n<!-- here -->\n**some**") and "old" not in made
     assert "| 1\\g |" in made and made.endswith("after\n<!-- end -->\n")
-    assert update(made, [table]) == made
+    assert insert_tables(made, [table]) == made
     with pytest.raises(OutriderError, match="exactly one place for the table there"):
-        update(page, [replace(table, name="there")])
+        insert_tables(page, [replace(table, name="there")])
 
 
 SUITE = Suite(
@@ -288,11 +294,11 @@ SUITE = Suite(
     about="Nothing.",
     quick="less",
     measure=lambda args, clock: {"machine": machine.describe(args.threads), "value": 3.0},
-    tables=lambda results: [table_of("t", [("r", dict(results))], [("value", "v", "")])],
+    tables=lambda results: [make_table("t", [("r", dict(results))], [("value", "v", "")])],
 )
 
 
-def page_of(suite: Suite, results: dict[str, Any]) -> str:
+def render_page(suite: Suite, results: dict[str, Any]) -> str:
     """What is told of results that have been a line of JSON."""
     read = json.loads(json.dumps(results))
     tables = (table.text(markdown=True) for table in suite.tables(read))
@@ -319,7 +325,9 @@ def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
         return SUITE.measure(args, clock)
 
     table = Table("t", ["a"], [["1"]], name="made-up-3")
-    suite = replace(SUITE, measure=measure, tables=lambda results: [table], places=("made-up-",))
+    suite = replace(
+        SUITE, measure=measure, tables=lambda results: [table], table_prefixes=("made-up-",)
+    )
     page.write_text("<!-- other -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
     assert "no place for a table made-up-" in error_line(capsys.readouterr().err, "option")
@@ -365,7 +373,7 @@ def test_a_program_that_cannot_be_or_fails(
         ("", "with status 7"),
     ):
         with pytest.raises(OutriderError, match=told):
-            embed.run(["sh", "-c", f"echo '{said}' >&2; exit 7"])
+            embed.run_program(["sh", "-c", f"echo '{said}' >&2; exit 7"])
 
 
 def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,12 +390,12 @@ def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> 
     (source / "room").mkdir()
     (source / "room" / "a").write_text("a")
     for _ in range(2):
-        kept(folder, [source], lambda: made.append(1))
+        cached_folder(folder, [source], lambda: made.append(1))
     assert len(made) == 1
     (source / "room" / "a").write_text("other")
     for number in (2, 3):
         with pytest.raises(ValueError, match="half"):
-            kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
-        kept(folder, [source], lambda n=number: made.append(n))
+            cached_folder(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
+        cached_folder(folder, [source], lambda n=number: made.append(n))
         folder.rmdir()  # somebody has removed what was made
     assert made == [1, 2, 3]

@@ -14,11 +14,11 @@ from test_core import a_round, a_run
 
 from bench.core import runs
 from bench.core.clock import Clock
-from bench.core.costs import total
+from bench.core.costs import total_stats
 from bench.core.prompts import Prompts
 from bench.core.runs import Way
 from bench.suites import drafts
-from bench.suites.policies import retold
+from bench.suites.policies import replay
 from bench.suites.policies import suite as policies
 from models.corpus import Corpus, collect
 from runtime.bundle import load
@@ -37,14 +37,16 @@ def test_figures_of_a_group_are_of_its_undisturbed_texts() -> None:
         for _ in range(3)
     ]
     texts.append({name: replace(run, lost=0.9) for name, run in texts[0].items()})
-    found = drafts.figures(texts, 4)
+    found = drafts.group_figures(texts, 4)
     assert found["texts"] == 3 and found["lost"] == 0.0 and found["best"] == "2"
     row = found["rows"]["4"]
     assert row["alpha"] == 0.75 and row["accepted_of_drafted"] == 0.75 and row["tau"] == 4
     assert row["speedup"]["total"] == pytest.approx(2 / 2.2, rel=1e-3)
     assert row["predicted"] == pytest.approx(speedup(0.75, 4, 0.2, 1.4), rel=1e-3)
     assert found["alpha"] == pytest.approx((1 + 3) / (2 + 4), rel=1e-3)
-    groups = [{"section": s, "name": "model", **found} for s in (drafts.TABLE_3, drafts.HOT)]
+    groups = [
+        {"section": s, "name": "model", **found} for s in (drafts.TABLE_3, drafts.DRAFT_TEMPERATURE)
+    ]
     best, every = drafts.tables({"groups": [groups[0], {**groups[1], "lost": 0.5}]})
     # Of Table 3 the best gamma alone, with alpha of all.
     assert [row[:2] for row in best.rows] == [["model, 2", "0.667"]]
@@ -63,10 +65,10 @@ def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
         "transformers": bad,
     }
     texts = [{name: a_run(*rounds) for name, rounds in ways.items()}] * 2
-    found = policies.outcome(texts, 2)
+    found = policies.summarise(texts, 2)
     assert found["best"] == 2 and found["speeds"]["2"] == found["speeds"]["auto"] > 1
     assert found["auto_of_best"] == 1 and found["noise"] == 0
-    worse = policies.loss(texts, "transformers")
+    worse = policies.speed_loss(texts, "transformers")
     assert worse == pytest.approx(1 - found["speeds"]["1"], rel=1e-3)
     loads = {"some": {**found, "auto_of_best": 0.94, "noise": 0.03}, policies.ALL: found}
     lost = {"some": {"auto": worse, "fallback": 0.01}}
@@ -92,7 +94,7 @@ def bundle(workshop: Any) -> str:
 
 
 @pytest.fixture
-def made(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
+def run_suite(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A benchmark's JSON object, which names no path."""
 
     def make(suite: Any, scale: Any) -> dict[str, Any]:
@@ -107,23 +109,25 @@ def made(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @slow
-def test_drafts(made: Make) -> None:
+def test_drafts(run_suite: Make) -> None:
     scale = replace(drafts.QUICK, texts=2, tokens=12, gammas=(2, 4), prompt=100, characters=50_000)
-    found = made(drafts, scale)
+    found = run_suite(drafts, scale)
     rows = {(g["section"], g["name"]): g["rows"] for g in found["groups"]}
     for row in (row for some in rows.values() for row in some.values()):
         assert row["speedup"]["total"] > 0 and row["predicted"] > 0
         assert row["accepted_of_drafted"] <= row["alpha"] + 1e-3
     bad, good = (rows[drafts.TABLE_3, f"{x}, T=0"]["gamma 4"] for x in ("random", "model"))
     assert bad["alpha"] < 0.1 < good["alpha"]
-    bold, careful = (rows[drafts.UNSURE, "T=0"][f"threshold {p}"] for p in ("0", "0.6"))
+    bold, careful = (rows[drafts.DRAFT_THRESHOLD, "T=0"][f"threshold {p}"] for p in ("0", "0.6"))
     assert bold["drafted_of_a_round"] > careful["drafted_of_a_round"]
     assert [len(table.rows) for table in drafts.tables(found)] == [18, 9, 4, 4]
 
 
 @slow
-def test_policies(made: Make) -> None:
-    found = made(policies, replace(policies.QUICK, texts=2, tokens=16, fallback=1, long=16))
+def test_policies(run_suite: Make) -> None:
+    found = run_suite(
+        policies, replace(policies.QUICK, texts=2, tokens=16, fallback=1, fallback_tokens=16)
+    )
     *loads, _ = found["workloads"].values()
     assert [x["alpha"] for x in loads] == sorted((x["alpha"] for x in loads), reverse=True)
     assert all(set(x["speeds"]) == {*map(str, range(9)), "auto", "transformers"} for x in loads)
@@ -139,9 +143,9 @@ def engine(bundle: str) -> TextEngine:
 def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
     code = [engine.tokenizer.encode("def f(x):\n")], {"draft": "model", "temperature": 1.0}
     scale = replace(policies.QUICK, texts=1, tokens=12)
-    (texts,) = policies.stream(engine, {"code": code}, scale, Clock()).values()
+    (texts,) = policies.decode_workloads(engine, {"code": code}, scale, Clock()).values()
     assert all(run.stats.round_tokens == 11 for run in texts[0].values())
-    taught = runs.fresh(engine)
+    taught = runs.fresh_engine(engine)
     runs.decode(Way(taught, {**code[1], "gamma": "auto"}), code[0][0], 12, 0)
     untaught, learned = (x.decoder.costs["model"].lacking(1) for x in (engine, taught))
     assert untaught == 0 and learned != 0  # the gamma that is to be timed first
@@ -153,20 +157,20 @@ def test_every_gamma_tells_the_same_text_with_the_same_coins(
     engine: TextEngine, temperature: float
 ) -> None:
     """At temperature 0 nothing is left to luck: then rounds are those of the engine itself."""
-    fixed, sampler = retold.retelling(engine)
+    fixed, sampler = replay.replaying_engine(engine)
     prompt = engine.tokenizer.encode("import ")
-    sampler.story = story = retold.story(engine, prompt, 40, 3, {"temperature": temperature})
+    sampler.text = text = replay.sample_text(engine, prompt, 40, 3, {"temperature": temperature})
     for gamma in (0, 1, 3, 8):
         options: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
-        told = fixed.generate(
+        tokens = fixed.generate(
             prompt, **options, max_new_tokens=40, seed=gamma, ignore_eos=True
         ).tokens
-        assert [token.id for token in told] == list(story.ids[len(prompt) :])
+        assert [token.id for token in tokens] == list(text.ids[len(prompt) :])
         run = runs.decode(Way(fixed, options), prompt, 40, 1)
         begin = len(prompt) + 1  # the first token is the prefill's
         for x in run.rounds:
-            begin += [*story.stands[begin : begin + x.gamma], False].index(False) + 1
-        assert begin == len(story.ids)
+            begin += [*text.accepted[begin : begin + x.gamma], False].index(False) + 1
+        assert begin == len(text.ids)
         assert run.stats.accepted == begin - len(prompt) - 1 - len(run.rounds)
         if temperature == 0:
             own = runs.decode(Way(engine, options), prompt, 40, 0)
@@ -179,16 +183,16 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
     engine: TextEngine, corpus: Corpus
 ) -> None:
     """In the mean of texts; the control is a draft of temperature 3, and the difference is seen."""
-    fixed, sampler = retold.retelling(engine)
+    fixed, sampler = replay.replaying_engine(engine)
     prompts = Prompts(engine.tokenizer, corpus.held_out).many("completion", 12, 32)
 
-    def alpha(teller: TextEngine, **hot: float) -> float:
+    def alpha(decoder: TextEngine, **hot: float) -> float:
         options, decoded = {"draft": "model", "temperature": 1.0, **hot}, []
         for seed, prompt in enumerate(prompts):
-            if teller is fixed:
-                sampler.story = retold.story(engine, prompt, 64, seed, options)
-            decoded.append(runs.decode(Way(teller, {**options, "gamma": 3}), prompt, 64, seed))
-        return total(decoded).acceptance_rate
+            if decoder is fixed:
+                sampler.text = replay.sample_text(engine, prompt, 64, seed, options)
+            decoded.append(runs.decode(Way(decoder, {**options, "gamma": 3}), prompt, 64, seed))
+        return total_stats(decoded).acceptance_rate
 
-    free, told, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
-    assert told == pytest.approx(free, abs=0.12) and hot < free - 0.2
+    free, replayed, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
+    assert replayed == pytest.approx(free, abs=0.12) and hot < free - 0.2

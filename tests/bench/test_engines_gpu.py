@@ -17,15 +17,15 @@ from workshop import Workshop
 from bench.suites.gpu import (
     checks,
     constructed,
-    inside,
+    profiling,
     suite,
     times,
     unwritten,
 )  # fmt: skip
-from bench.suites.gpu.checks import Checks, compared
-from bench.suites.gpu.constructed import SHAPES, TARGET, bigram, fill, write_bundled
-from bench.suites.gpu.engines import main, sections
-from bench.suites.gpu.inside import Kernel
+from bench.suites.gpu.checks import Checks, compare_loop
+from bench.suites.gpu.constructed import SHAPES, TARGET, check_bigram, fill_weights, write_bundled
+from bench.suites.gpu.engines import main, run_sections
+from bench.suites.gpu.profiling import Kernel
 from bench.suites.gpu.times import Times
 from engines.gpu_program import fitted
 from runtime import load
@@ -57,7 +57,7 @@ def programs(folder: Path) -> dict[str, torch.export.ExportedProgram]:
     return {role: read_program(folder / role) for role in ROLES}
 
 
-def said(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
+def program_logits(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
     """Its logits [N, V]."""
     assert program.example_inputs is not None
     (*_, keys, values), _ = program.example_inputs
@@ -87,21 +87,21 @@ def test_noise_sets_the_acceptance(graphs: Path) -> None:
     for delta in (0.0, 0.1, 0.5):
         made = programs(graphs)
         with torch.no_grad():
-            fill(made["target"].state_dict, made["draft"].state_dict, delta)
-        p, q = (said(made[role], IDS) for role in ROLES)
+            fill_weights(made["target"].state_dict, made["draft"].state_dict, delta)
+        p, q = (program_logits(made[role], IDS) for role in ROLES)
         at_0.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
         at_1.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item())
         for role, logits in (("target", p), ("draft", q)):
             best = logits.argmax(-1).tolist()
-            found = bigram(made[role].state_dict, IDS.tolist(), best)
+            found = check_bigram(made[role].state_dict, IDS.tolist(), best)
             assert found["passed"] and found["as_expected"] >= 198, found
             # The control: six wrong tokens of 200.
             wrong = [*best[:-6], *(token ^ 1 for token in best[-6:])]
-            assert not bigram(made[role].state_dict, IDS.tolist(), wrong)["passed"]
+            assert not check_bigram(made[role].state_dict, IDS.tolist(), wrong)["passed"]
         if not delta:
             assert (p - q).abs().max() <= 2**-3  # a rounding of the largest ones
-            assert p.std() == pytest.approx(constructed.PEAK, rel=0.1)
-            assert torch.equal(said(made["target"], IDS.flip(0)).flip(0), p)
+            assert p.std() == pytest.approx(constructed.LOGIT_STD, rel=0.1)
+            assert torch.equal(program_logits(made["target"], IDS.flip(0)).flip(0), p)
     for rates in (at_0, at_1):
         assert rates == sorted(rates, reverse=True)
         assert rates[0] > 0.99 and 0.6 < rates[1] < 0.95 and rates[2] < 0.6
@@ -111,9 +111,9 @@ def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> Non
     """And their numbers."""
     made = programs(graphs)
     with torch.no_grad():
-        fill(made["target"].state_dict, made["draft"].state_dict)
-    usual = said(made["draft"], IDS)
-    kept = said(fitted(made["draft"], 272)[0], IDS)
+        fill_weights(made["target"].state_dict, made["draft"].state_dict)
+    usual = program_logits(made["draft"], IDS)
+    kept = program_logits(fitted(made["draft"], 272)[0], IDS)
     assert (usual.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(kept.float(), usual)
 
@@ -124,15 +124,15 @@ def test_layers_compute_and_add_nothing(graphs: Path) -> None:
     made = programs(graphs)
     weights = made["target"].state_dict
     with torch.no_grad():
-        fill(weights, made["draft"].state_dict)
+        fill_weights(weights, made["draft"].state_dict)
         assert all((x != 0).float().mean() > 0.99 for x in weights.values())
-        before = said(made["target"], IDS)
+        before = program_logits(made["target"], IDS)
         lost = [x for n, x in weights.items() if n.endswith(("o_proj.weight", "down_proj.weight"))]
         assert len(lost) == 2 * SHAPES["tiny"].target.num_hidden_layers
         for factor, same in ((-1, True), (64, False)):
             for matrix in lost:
                 matrix *= factor
-            assert torch.equal(said(made["target"], IDS), before) is same
+            assert torch.equal(program_logits(made["target"], IDS), before) is same
 
 
 def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
 
 
 def folder_of(folder: Path, target: Path, draft: Path, bundle: Path) -> Path:
-    """As `suite.bundled` makes it, with the bundle as its own reference."""
+    """As `suite.bundled_pair_parts` makes it, with the bundle as its own reference."""
     for name, place in ("target", target), ("draft", draft), ("bundle", bundle):
         (folder / name).symlink_to(place)
     (folder / "reference").symlink_to(bundle)
@@ -158,7 +158,7 @@ def folder_of(folder: Path, target: Path, draft: Path, bundle: Path) -> Path:
 @pytest.fixture
 def built(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pair whose texts depend on their caches, by ONNX Runtime in place of a GPU."""
-    monkeypatch.setattr(checks, "BEYOND", -60)  # of 137 rows, which are one call of this bundle
+    monkeypatch.setattr(checks, "EXTRA_TOKENS", -60)  # of 137 rows, one call of this bundle
     monkeypatch.setattr(times, "DTYPE", "float32")
     target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.02)
     return folder_of(tmp_path, target, draft, workshop.bundle(target, draft))
@@ -168,7 +168,7 @@ CHEAP = ["texts", "acceptance", "graphs", "long_prompt"]  # certificates have th
 
 
 def test_the_checks_pass(built: Path) -> None:
-    report = sections(Checks(built, "cpu", quick=True), CHEAP, built / "new" / "check.json")
+    report = run_sections(Checks(built, "cpu", quick=True), CHEAP, built / "new" / "check.json")
     assert report["passed"], report
     assert json.loads((built / "new" / "check.json").read_text()) == report
     assert report["graphs"]["passed"] is None and report["graphs"]["reason"] == "no GPU"
@@ -202,7 +202,7 @@ def test_control_engines_that_say_something_else(
         return negated(load(path, **options), role) if path.name == folder else load(path)
 
     monkeypatch.setattr(checks, "load", loaded)
-    report = sections(Checks(built, "cpu", quick=True), CHEAP)
+    report = run_sections(Checks(built, "cpu", quick=True), CHEAP)
     assert {name for name in CHEAP if report[name]["passed"] is False} == failed
     assert not report["passed"]
 
@@ -216,17 +216,17 @@ def test_control_graphs_that_say_something_else(
     monkeypatch.setattr(checks, "load", loaded)
     ours = Checks(built, "cpu", quick=True)
     ours.gammas, ours.tokens = (2,), 8
-    agreed = ours.agree({"graphs": True}, {"graphs": False})
+    agreed = ours.compare({"graphs": True}, {"graphs": False})
     assert not agreed["passed"] and {x["slots"] for x in agreed["differ"]} == {1, 2}
 
 
 def test_near_ties() -> None:
     def passed(margins: list[float]) -> bool:
-        return bool(checks.judged([{"margin": m} for m in margins], tokens=100)["passed"])
+        return bool(checks.judge_ties([{"margin": m} for m in margins], tokens=100)["passed"])
 
     assert passed([]) and passed([0.2] * 5)
     assert not passed([0.2] * 6), "too many"
-    assert not passed([0.3]) and not passed([checks.FAR])
+    assert not passed([0.3]) and not passed([checks.MAX_MARGIN])
 
 
 # Times
@@ -257,7 +257,7 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
 ) -> None:
     """A check without what it is held against, a section that raises."""
     (built / "reference").unlink()
-    checked = sections(Checks(built, "cpu", quick=True), ["texts", "graphs"])
+    checked = run_sections(Checks(built, "cpu", quick=True), ["texts", "graphs"])
     assert "reference" in checked["texts"]["reason"] and not checked["passed"]
     assert checked["graphs"]["passed"] is None
 
@@ -265,7 +265,7 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
         raise RuntimeError("no peers today")
 
     monkeypatch.setattr(times, "transformers_model", fails)
-    report = sections(Times(built, "cpu", quick=True), ("transformers", "copy"))
+    report = run_sections(Times(built, "cpu", quick=True), ("transformers", "copy"))
     assert not report["passed"] and report["copy"]["reason"] == "no GPU"
     assert report["transformers"]["reason"] == "no peers today"
 
@@ -274,9 +274,9 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
 def test_all_of_it(tmp_path: Path) -> None:
     """As on a GPU, with AOTInductor on the CPU: the pairs, their bundles, times and checks."""
     limits, log = (600, 600), (tmp_path / "log").open("w")
-    tiny = suite.timed("tiny", tmp_path, limits, limits, device="cpu")
+    tiny = suite.timed_pair_parts("tiny", tmp_path, limits, limits, device="cpu")
     results = {}
-    for part in (*tiny, *suite.bundled(tmp_path, device="cpu")):
+    for part in (*tiny, *suite.bundled_pair_parts(tmp_path, device="cpu")):
         outcome = suite.run_part(part, 600, log)
         assert outcome["status"] == "ok", (tmp_path / "log").read_text()
         results[part.name] = outcome.get("result", {})
@@ -296,20 +296,20 @@ def a_round(models: int, begin: float = 0.0) -> list[Kernel]:
     """So many kernels of 3 us between the first and the last, which take 1 us, 1 us apart."""
     starts = [begin + 2 + 4 * i for i in range(models + 1)]
     inner = [Kernel("gemm", at, at + 3) for at in starts[:-1]]
-    last = Kernel(inside.LAST, starts[-1], starts[-1] + 1)
-    return [Kernel(inside.FIRST, begin, begin + 1), *inner, last]
+    last = Kernel(profiling.LAST, starts[-1], starts[-1] + 1)
+    return [Kernel(profiling.FIRST, begin, begin + 1), *inner, last]
 
 
 def test_a_round_from_inside() -> None:
     every = [k for n, t in ((0, 0), (4, 50), (4, 100), (1, 150)) for k in a_round(n, t)]
     every += [Kernel("prefill", 40, 49), *a_round(9, 200)[:-1]]  # the last one is cut off
-    found = inside.longest_round(every[::-1])
+    found = profiling.longest_round(every[::-1])
     assert found[0].begin == 100 and len(found) == 6
-    facts = inside.summed_up(found)
+    facts = profiling.summarise(found)
     assert (facts["kernels"], facts["span_us"], facts["mean_gap_us"]) == (6, 19, 1)
     assert facts["gap_share"] == round(5 / 19, 4)
     assert facts["largest"][0] == {"name": "gemm", "count": 4, "us": 12, "share": 0.6316}
-    assert inside.longest_round([]) == []
+    assert profiling.longest_round([]) == []
 
 
 # On a GPU
@@ -322,10 +322,10 @@ def test_a_loop_that_is_refused(llama_bundle: Path, on_fake_gpu: FakeDriver) -> 
         return load(llama_bundle, device="cuda", verify=False, **how)
 
     options = {"max_new_tokens": 20, "gamma": 2, "ignore_eos": True}
-    found = compared(opened, options, [1, 2, 3])
+    found = compare_loop(opened, options, [1, 2, 3])
     assert found["passed"] and {"launched ahead", "loop"} < set(found)
     on_fake_gpu.loops = False
-    found = compared(opened, options, [1, 2, 3])
+    found = compare_loop(opened, options, [1, 2, 3])
     assert found["passed"] is None and "loop" not in found and "launched ahead" in found
     assert "without a CUDA loop, slower: " in found["refused"]
 
@@ -339,12 +339,12 @@ def test_the_gpus_side(
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(times, "transformers_model", lambda *_: None)
-    monkeypatch.setattr(times, "generated", lambda _, prompt, tokens, **options: [0] * tokens)
-    monkeypatch.setattr(times, "profiled", lambda work: work() and a_round(3))
+    monkeypatch.setattr(times, "hf_generate", lambda _, prompt, tokens, **options: [0] * tokens)
+    monkeypatch.setattr(times, "profile_kernels", lambda work: work() and a_round(3))
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()
     folder_of(place, source, source, llama_bundle)
-    timed = sections(Times(place, "cuda", quick=True), Times.NAMES)
+    timed = run_sections(Times(place, "cuda", quick=True), Times.NAMES)
     assert timed["passed"], timed
     row = timed["rounds"]["temperature 0, gamma 2"]
     assert row["alpha"] == 1 and 0 < row["host_share"] < 1 and row["of_copy_bandwidth"] > 0
@@ -358,7 +358,7 @@ def test_the_gpus_side(
     assert 0 < timed["memory"]["used"]["loaded"] <= timed["memory"]["used"]["after_rounds"]
 
     names = [*Checks.NAMES, "loop"]
-    found = sections(Checks(place, "cuda", quick=True), names)
+    found = run_sections(Checks(place, "cuda", quick=True), names)
     assert {name: found[name]["passed"] for name in names} == {
         "texts": False, "acceptance": False, "certificates": True, "graphs": True,
         "long_prompt": None, "loop": True,

@@ -14,7 +14,7 @@ import engines.command
 import export.__main__
 from bench.suites.gpu import engines as measuring
 from bench.suites.gpu import suite
-from bench.suites.gpu.suite import Part, check, parts
+from bench.suites.gpu.suite import Part, parts, run_parts
 
 PYTHON = [sys.executable, "-c"]
 
@@ -30,7 +30,7 @@ def outcomes(report):
 
 def test_every_gpu_part_is_skipped_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "find_gpu", lambda: ("", "there is no CUDA driver"))
-    report, good = check(tmp_path, 60, lambda out, sm: [p for p in parts(out, sm) if p.gpu])
+    report, good = run_parts(tmp_path, 60, lambda out, sm: [p for p in parts(out, sm) if p.gpu])
     assert good and report["gpu"] is None
     assert {
         "smoke", "kernel, quick", "1b+small: times", "8b+1b: times", "bundled: check",
@@ -53,14 +53,14 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
         Part("hangs", [*PYTHON, hangs], 1),
         Part("no tool", ["no-such-tool"], 20),
         Part("writes", [*PYTHON, f"open({str(result)!r}, 'w').write('{{\"us\": 5}}')"], 20,
-             reads=result),
-        Part("half a result", [*PYTHON, f"open({str(half)!r}, 'w').write('{{')"], 20, reads=half),
-        Part("silent", [*PYTHON, ""], 20, reads=old),
+             writes=result),
+        Part("half a result", [*PYTHON, f"open({str(half)!r}, 'w').write('{{')"], 20, writes=half),
+        Part("silent", [*PYTHON, ""], 20, writes=old),
         Part("rests on nothing", [*PYTHON, ""], 20, needs=tmp_path / "bundle"),
-        Part("too little left", [*PYTHON, ""], 480, least=240),
+        Part("too little left", [*PYTHON, ""], 480, min_left=240),
         Part("fine", [*PYTHON, "print('fine')"], 20),
     ]  # fmt: skip
-    report, good = check(tmp_path, 60, lambda out, sm: chosen)
+    report, good = run_parts(tmp_path, 60, lambda out, sm: chosen)
     assert not good
     assert outcomes(report) == {
         "fails": "failed", "hangs": "timed out", "no tool": "skipped", "writes": "ok",
@@ -87,7 +87,7 @@ def work():
         raise OutriderError("backend", "it does not compile", "Report it") from None
 raise SystemExit(run_command(work))
 """
-    report, _ = check(tmp_path, 60, lambda out, sm: [Part("fails", [*PYTHON, fails], 20)])
+    report, _ = run_parts(tmp_path, 60, lambda out, sm: [Part("fails", [*PYTHON, fails], 20)])
     assert report["parts"]["fails"]["exit"] == 8
     *_, last = (tmp_path / "gpu-check.log").read_text().partition("Traceback")
     assert "all of it" in last and last.endswith(
@@ -104,15 +104,15 @@ def test_what_cannot_be_ended_is_left(tmp_path, a_gpu, monkeypatch):
         Part("stuck", [*PYTHON, "import time; time.sleep(60)"], 0.5),
         Part("fine", [*PYTHON, ""], 20),
     ]
-    report, _ = check(tmp_path, 60, lambda out, sm: chosen)
+    report, _ = run_parts(tmp_path, 60, lambda out, sm: chosen)
     (group,) = left
     end(group, signal.SIGKILL)  # it was there still
     assert outcomes(report) == {"stuck": "timed out", "fine": "ok"}
 
 
 def test_the_time_of_all_is_kept(tmp_path, a_gpu):
-    sleeper = Part("sleeps", [*PYTHON, "import time; time.sleep(30)"], 30, least=0)
-    report, good = check(tmp_path, 1, lambda out, sm: [sleeper])
+    sleeper = Part("sleeps", [*PYTHON, "import time; time.sleep(30)"], 30, min_left=0)
+    report, good = run_parts(tmp_path, 1, lambda out, sm: [sleeper])
     assert outcomes(report) == {"sleeps": "timed out"} and not good
 
 
@@ -121,7 +121,7 @@ def test_one_call_and_what_it_rests_on(tmp_path, a_gpu):
         Part("library", ["true"], 20, gpu=False),
         *(Part(name, ["true"], 20, call=n) for n, name in enumerate("abc", 1)),
     ]
-    report, _ = check(tmp_path, 60, lambda out, sm: chosen, call=2)
+    report, _ = run_parts(tmp_path, 60, lambda out, sm: chosen, call=2)
     assert list(report["parts"]) == ["library", "b"]
 
 
@@ -135,19 +135,19 @@ def test_the_plan(tmp_path):
     }
     every = parts(tmp_path, "sm_90")
     for call in (1, 2, 3):
-        assert sum(part.usual for part in every if part.call in (0, call)) <= 540
+        assert sum(part.expected for part in every if part.call in (0, call)) <= 540
     # The first two in a quarter of an hour, with a minute and a half for the machine to start.
-    assert sum(part.usual for part in every if part.call < 3) <= 15 * 60 - 90
+    assert sum(part.expected for part in every if part.call < 3) <= 15 * 60 - 90
     names = [part.name for part in every]
     assert names.index("1b+small: times") < names.index("8b+1b: build")
-    assert all(part.usual and part.usual <= part.seconds for part in every)
-    lines = suite.planned(tmp_path)
+    assert all(part.expected and part.expected <= part.limit for part in every)
+    lines = suite.describe_calls(tmp_path)
     assert all(any(name in line for line in lines) for name in names)
-    assert sum(part.seconds for part in every if part.name.startswith("8b+1b: t")) < 300
+    assert sum(part.limit for part in every if part.name.startswith("8b+1b: t")) < 300
     understood = 0
     for part in every:
         words = [str(word) for word in part.command]
-        assert part.least < 570 and (part.reads is None or str(part.reads) in words)
+        assert part.min_left < 570 and (part.writes is None or str(part.writes) in words)
         for begin, parser in parsers.items():
             if tuple(words[: len(begin)]) == begin:
                 given = parser.parse_args(words[len(begin) :])

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_core import CODE, PROSE, page_of
-from test_side import SPARSE, Pretender
+from test_core import CODE, PROSE, render_page
+from test_side import SPARSE, FakeContext
 
 from bench.core import pair
-from bench.core.clock import DISTURBED, Clock, Sample
+from bench.core.clock import LOST_LIMIT, Clock, Sample
 from bench.core.machine import MemoryReader
 from bench.core.prompts import Prompts
 from bench.suites import growth
-from bench.suites.growth import QUICK, SUITE, Growing, point, run, tables
-from bench.systems.protocol import Request, Steps, Text
+from bench.suites.growth import QUICK, SUITE, GrowthRun, make_point, run, tables
+from bench.systems.protocol import Request, StepsRequest, Text
 
 WEIGHTS = {"16m": 64 * 10**6, "46m": 184 * 10**6, "bundled": 22 * 10**6}
 opened: list[int] = []  # slots of processes that were asked for steps
 
 
-class FakePeer(Pretender):
+class FakePeer(FakeContext):
     """10 ms for each slot and position, a second for 100 tokens of a prompt, 0.1 s a token."""
 
     def __init__(self, name: str, slots: int):
@@ -36,23 +36,23 @@ class FakePeer(Pretender):
         times = [len(request.prompts[0]) / 100 + i / 10 for i in range(request.new_tokens)]
         return [Text([0] * request.new_tokens, times, [0.0] * len(times))]
 
-    def steps(self, request: Steps) -> dict[str, list[Sample]]:
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Sample]]:
         assert request.slots == self.slots
         opened.append(self.slots)
         return {str(n): [Sample(0.01 * n * request.slots)] * 5 for n in request.widths}
 
 
 @pytest.fixture
-def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Growing:
-    monkeypatch.setattr(Growing, "peer", lambda self, name, slots=1: FakePeer(name, slots))
-    monkeypatch.setattr(Growing, "checkpoint", lambda self, name: pair.TARGET)
+def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrowthRun:
+    monkeypatch.setattr(GrowthRun, "start_peer", lambda self, name, slots=1: FakePeer(name, slots))
+    monkeypatch.setattr(GrowthRun, "checkpoint", lambda self, name: pair.TARGET)
     monkeypatch.setattr(MemoryReader, "bandwidth", 6.6e9)  # floors of 9.9: four digits tell rows
     prompts, reader = Prompts(SPARSE, [*CODE, *PROSE]), MemoryReader(1, 1 << 22)
     scale = replace(QUICK, patience=0.0)
-    return Growing(scale, 1, tmp_path, prompts, reader, Clock())
+    return GrowthRun(scale, 1, tmp_path, prompts, reader, Clock())
 
 
-def test_every_curve_and_what_is_told_of_it(growing: Growing) -> None:
+def test_every_curve_and_what_is_told_of_it(growing: GrowthRun) -> None:
     opened.clear()
     results = run(growing)
     # The processes of all places take turns, every other one backwards.
@@ -75,14 +75,14 @@ def test_every_curve_and_what_is_told_of_it(growing: Growing) -> None:
     assert (ends["load"]["x"], ends["load"]["y"]) == (46e6, 1840)
     peak = ends["peak of memory"]
     assert (peak["y"], peak["floor"]) == pytest.approx((368e6 / 2**20, 185e6 / 2**20), rel=1e-3)
-    assert not growing.timed(1, [Sample(1.0, 2 * DISTURBED)] * 9, 1)["quiet"]
-    assert "model size: parameters" in page_of(SUITE, results)
+    assert not growing.time_point(1, [Sample(1.0, 2 * LOST_LIMIT)] * 9, 1)["quiet"]
+    assert "model size: parameters" in render_page(SUITE, results)
 
 
 def test_a_table_has_values_floors_marks_and_exponents() -> None:
     def curve(scale: float) -> list[dict[str, Any]]:
         ys = [(2.0**i, scale * 2.0**i) for i in range(5)]
-        return [point(x, y, y / 2, quiet=x < 16) for x, y in ys]
+        return [make_point(x, y, y / 2, quiet=x < 16) for x, y in ys]
 
     curves = {"step": curve(1), "peak of memory": curve(1000)}
     (table,) = tables({"sections": {"some": {"axis": "slots", "curves": curves}}})

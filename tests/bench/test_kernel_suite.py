@@ -13,15 +13,15 @@ from enumeration import Models, output_joint
 from samplers import open_backend
 
 from bench.core.fit import ratio_estimates
-from bench.core.table import update
+from bench.core.table import insert_tables
 from bench.suites.kernel import sigmoid, suite, times
-from bench.suites.kernel.points import less, points_of
+from bench.suites.kernel.points import points_of, saved_key
 from bench.suites.kernel.rounds import RULES, Round, random_logits
 from runtime.files.errors import OutriderError
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.warp import SamplingParams
 
-RAW = f"token: {times.RAW}"
+FROM_LOGITS = f"token: {times.FROM_LOGITS}"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -31,7 +31,7 @@ def logits_of(rows, seed, vocab_size):
     return target, target + rng.standard_normal((rows, vocab_size), np.float32)
 
 
-def both(library, seed, scale, other=None):
+def compared(library, seed, scale, other=None):
     """What a position emits, and how often a draft token stands: by every outcome of the rule, and
     by formula, of `other` scale. scale: None for the exact rule."""
     models = Models(seed, 1, scale=3.0)
@@ -44,7 +44,7 @@ def both(library, seed, scale, other=None):
         hats = tuple(sigmoid.squash(z, other or scale) for z in (z_p, z_q))
         params = replace(params, verify="sigmoid", sigmoid_alpha=-scale, sigmoid_beta=scale)
     joint, accepted = output_joint(library, models, params)
-    (expected,), (rate,) = sigmoid.emitted(p, q, *hats)
+    (expected,), (rate,) = sigmoid.emitted_distribution(p, q, *hats)
     return (joint.sum(axis=1), accepted), (expected, rate)
 
 
@@ -52,20 +52,20 @@ def both(library, seed, scale, other=None):
 @pytest.mark.parametrize("scale", [None, 1.0, 10.0, 1e3])
 def test_the_formula_is_what_a_verification_emits(backend, scale):
     for seed in range(3):
-        (weights, accepted), (expected, rate) = both(open_backend(backend), seed, scale)
+        (weights, accepted), (expected, rate) = compared(open_backend(backend), seed, scale)
         assert weights.sum() == pytest.approx(1, abs=2e-6)
         assert accepted == pytest.approx(rate, abs=1e-6)
-        assert sigmoid.distance(weights, expected) < 2e-6
+        assert sigmoid.total_variation(weights, expected) < 2e-6
 
 
 def test_the_comparison_notices_another_scale():
-    (weights, accepted), (expected, rate) = both(open_backend("numpy"), 0, 1.0, other=1.3)
+    (weights, accepted), (expected, rate) = compared(open_backend("numpy"), 0, 1.0, other=1.3)
     assert abs(accepted - rate) > 1e-3
-    assert sigmoid.distance(weights, expected) > 1e-3
+    assert sigmoid.total_variation(weights, expected) > 1e-3
 
 
 def test_at_the_published_scales_the_output_is_the_drafts():
-    results = {found["scale"]: found for found in sigmoid.effects([logits_of(40, 1, 500)])}
+    results = {found["scale"]: found for found in sigmoid.measure_scales([logits_of(40, 1, 500)])}
     exact = results[0.0]
     assert exact["to_target"] < 1e-14
     assert exact["accepted"] == pytest.approx(1 - exact["to_draft"])
@@ -75,8 +75,8 @@ def test_at_the_published_scales_the_output_is_the_drafts():
         assert results[scale]["to_draft"] < 1e-3
         assert results[scale]["to_target"] == pytest.approx(exact["to_draft"], abs=1e-3)
     p = sigmoid.softmax(logits_of(40, 1, 500)[0])
-    same, rate = sigmoid.emitted(p, p, p, p)  # nothing is left to redraw from
-    assert sigmoid.distance(same, p).max() < 1e-14 and rate == pytest.approx(1)
+    same, rate = sigmoid.emitted_distribution(p, p, p, p)  # nothing is left to redraw from
+    assert sigmoid.total_variation(same, p).max() < 1e-14 and rate == pytest.approx(1)
 
 
 def test_standard_errors_are_over_documents():
@@ -111,7 +111,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
-    gamma, row, calls = 3, 4 * 2_048, ["token: verify", RAW, "token: NumPy verify"]
+    gamma, row, calls = 3, 4 * 2_048, ["token: verify", FROM_LOGITS, "token: NumPy verify"]
     logits = random_logits(2_048, gamma, 1, seed=0)
     found = times.measure({"token": [Round(logits, RULES["token"])]}, calls)
     (p,) = points_of({"points": [found], "bandwidth_gb_s": 2.0})
@@ -120,17 +120,17 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
     read = row * (accepted + 2 if accepted < gamma else gamma + 1)
     assert p["floor of token: verify"] == pytest.approx(read / 2e6)
     assert p["share of token: verify"] == pytest.approx(read / 2e6 / ours)
-    more = p[f"floor of {RAW}"] - p["floor of token: verify"]
+    more = p[f"floor of {FROM_LOGITS}"] - p["floor of token: verify"]
     assert more == pytest.approx(row * accepted / 2e6)
-    assert p[less("token: verify", calls[2])] == pytest.approx(1 - ours / numpy)
-    assert p[f"{RAW} / token: verify"] == pytest.approx(raw / ours)
+    assert p[saved_key("token: verify", calls[2])] == pytest.approx(1 - ours / numpy)
+    assert p[f"{FROM_LOGITS} / token: verify"] == pytest.approx(raw / ours)
 
 
 def test_the_suite(monkeypatch, tmp_path, capsys):
     """A run at small sizes, and its tables' places in the document."""
     for module, name, value in (
         (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
-        (times, "DRAWS", 2), (suite, "GOAL", (2_048, 2, 1)),
+        (times, "SLOTS_PER_SAMPLE", 2), (suite, "GOAL", (2_048, 2, 1)),
         (suite, "SIZES", [(2_048, 2, 1), (1_024, 2, 1)]), (suite, "BATCHES", [(1_024, 2, 4)]),
         (suite, "load", lambda *_, **__: None),
         (suite, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
@@ -152,4 +152,4 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
     tables = [table for table in suite.tables(results) if table.name]
     assert len(tables) == 3
     # Of one sample each, so marked as disturbed.
-    assert "| V = 2,048 * |" in document.read_text() == update(document.read_text(), tables)
+    assert "| V = 2,048 * |" in document.read_text() == insert_tables(document.read_text(), tables)

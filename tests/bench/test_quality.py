@@ -18,5 +18,5 @@ def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
     eight, four = results["rows"]["Outrider int8"], results["rows"]["Outrider int4"]
     assert 0 < eight["kl"] < 1e-3 < four["kl"] < 0.05
     assert 4.5 < four["bits"] < eight["bits"] == pytest.approx(8.5, abs=0.01)
-    if missing := SYSTEMS["llama.cpp"].missing():
+    if missing := SYSTEMS["llama.cpp"].missing_reason():
         assert f"llama.cpp: {missing}." in said

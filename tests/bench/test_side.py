@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 from commands import error_line
-from test_core import CODE, PROSE, Letters, page_of
+from test_core import CODE, PROSE, Letters, render_page
 from workshop import Workshop
 
 from bench.core import pair
@@ -20,20 +20,20 @@ from bench.suites.side import run as measuring
 from bench.suites.side.run import (
     DRAFT,
     LENGTHS,
-    OWN,
+    PLAIN,
     SHARED,
     TOGETHER,
     SideRun,
-    Told,
-    drafting,
+    TextFigures,
+    compare_with_theory,
+    draft_counts,
     systems,
-    theory,
-    told,
+    text_figures,
 )
-from bench.suites.side.suite import FULL, QUICK, SUITE, alone, run, together
-from bench.suites.side.tables import BASE, figures, goals
+from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_jobs
+from bench.suites.side.tables import BASE, figures_of, goals
 from bench.systems import SYSTEMS
-from bench.systems.protocol import Request, Steps, Text, Unavailable
+from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS
 from runtime.theory.formulas import speedup
@@ -54,7 +54,7 @@ def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) ->
     return Text(list(range(len(times))), times, [0.0] * len(times), notes=dict(notes))
 
 
-class Pretender:
+class FakeContext:
     """What a peer's process is opened and closed as: nothing to do."""
 
     def __enter__(self) -> Self:
@@ -64,33 +64,38 @@ class Pretender:
         pass
 
 
-def plain(step: float, first: float = 0.5) -> Told:
-    return told([text(*[1] * 5, step=step, first=first)], "plain", TRAFFIC)
+def plain(step: float, first: float = 0.5) -> TextFigures:
+    return text_figures([text(*[1] * 5, step=step, first=first)], "plain", TRAFFIC)
 
 
 def test_ratios_are_medians_of_those_prompt_by_prompt() -> None:
-    rows = [{OWN: plain(0.1), BASE: plain(0.3 + 0.1 * i, first=1)} for i in range(3)]
-    rows += [{OWN: plain(0.1)}, {OWN: plain(0.1), BASE: told([text(5)], "plain", TRAFFIC)}]
-    ours, theirs = (figures(rows, name, 5000) for name in (OWN, BASE))
+    rows = [{PLAIN: plain(0.1), BASE: plain(0.3 + 0.1 * i, first=1)} for i in range(3)]
+    rows += [
+        {PLAIN: plain(0.1)},
+        {PLAIN: plain(0.1), BASE: text_figures([text(5)], "plain", TRAFFIC)},
+    ]
+    ours, theirs = (figures_of(rows, name, 5000) for name in (PLAIN, BASE))
     assert ours["speed"] == pytest.approx(10) and ours["tau"] == 1
-    assert ours[BASE] == pytest.approx(4) and theirs[OWN] == pytest.approx(1 / 4)
-    assert theirs["first"] == 1000 and figures(rows, "genai plain", 5000) == {}
+    assert ours[BASE] == pytest.approx(4) and theirs[PLAIN] == pytest.approx(1 / 4)
+    assert theirs["first"] == 1000 and figures_of(rows, "genai plain", 5000) == {}
 
 
 def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
-    assert figures([{OWN: plain(0.5)}], OWN, 5000)["floor"] == 200
-    drafted = {mode: told([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")}
-    found = figures([drafted], "draft", 5000)
+    assert figures_of([{PLAIN: plain(0.5)}], PLAIN, 5000)["floor"] == 200
+    drafted = {
+        mode: text_figures([text(1, 2, 2)], mode, TRAFFIC) for mode in ("draft", "assistant")
+    }
+    found = figures_of([drafted], "draft", 5000)
     assert found["tau"] == 2 and found["floor"] == pytest.approx(1e3 * 1360 / 5000 / 2)
-    assert figures([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
+    assert figures_of([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
 
 
 def test_acceptance_follows_from_rounds_of_a_fixed_gamma() -> None:
     """Rounds of 1 (rejected at once), 3 and 5 (all of 4) tokens; the last one does not count."""
-    found = drafting(text(2, 1, 3, 5, 1), "draft")
+    found = draft_counts(text(2, 1, 3, 5, 1), "draft")
     assert found == {"accepted": 6, "examined": 1 + 3 + 4, "drafted": 12, "drafting": 3}
-    assert drafting(text(2, 1, 3), "assistant") == {}
-    assert drafting(text(1, **COUNTS), "auto")["accepted"] == 9  # ours are counted
+    assert draft_counts(text(2, 1, 3), "assistant") == {}
+    assert draft_counts(text(1, **COUNTS), "auto")["accepted"] == 9  # ours are counted
 
 
 def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
@@ -98,14 +103,14 @@ def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
         "output_tokens": 11, "time_draft": 0.0, "time_verify": 9.0, "time_sample": 0.5,
         "time_host": 0.5,
     }  # fmt: skip
-    own = told([text(*[1] * 11, **notes)], "plain", TRAFFIC)
-    fast = told([text(1, 4, 3, 4, 2, **COUNTS)], "draft", TRAFFIC)
-    found = theory(own, fast, RoundCosts(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5]))
+    own = text_figures([text(*[1] * 11, **notes)], "plain", TRAFFIC)
+    fast = text_figures([text(1, 4, 3, 4, 2, **COUNTS)], "draft", TRAFFIC)
+    found = compare_with_theory(own, fast, RoundCosts(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5]))
     assert found["alpha"] == 0.75 and found["given"] == 13 / 4
     assert found["predicted"] == pytest.approx(speedup(0.75, 4, 0.1, 1.5), abs=1e-3)
     assert found["measured"] == pytest.approx(13 / 7.6)  # tokens in a plain step's time
     assert found["quotient"] == found["measured"] / found["predicted"]
-    dearer = theory(own, fast, RoundCosts(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5]))
+    dearer = compare_with_theory(own, fast, RoundCosts(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5]))
     assert dearer["measured"] == found["measured"]
     assert dearer["predicted"] < found["predicted"]  # the costs do not cancel
 
@@ -113,23 +118,24 @@ def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
 def test_batches_are_timed_from_the_last_first_token() -> None:
     early = Text([0] * 4, [1.0, 3.0, 4.0, 5.0], [0.0] * 4)
     late = Text([0] * 4, [2.0, 3.0, 4.0, 5.0], [0.0, 0.0, 0.0, 0.3])
-    found = told([early, late], "plain", TRAFFIC)
+    found = text_figures([early, late], "plain", TRAFFIC)
     assert found == {"first": 2.0, "token": 3 / 6, "lost": pytest.approx(0.1)}
-    assert told([text(2), text(2)], "plain", TRAFFIC) == {"first": 0.5}
+    assert text_figures([text(2), text(2)], "plain", TRAFFIC) == {"first": 0.5}
 
 
 def test_goals_are_met_by_medians_or_not_told() -> None:
     row = {
-        OWN: plain(1, first=0.5), DRAFT: {**plain(0.5), "quotient": 0.97}, BASE: plain(4, first=1),
-        "transformers assistant": plain(3), "llama.cpp plain": plain(1.1, first=0.6),
+        PLAIN: plain(1, first=0.5), DRAFT: {**plain(0.5), "quotient": 0.97},
+        BASE: plain(4, first=1), "transformers assistant": plain(3),
+        "llama.cpp plain": plain(1.1, first=0.6),
     }  # fmt: skip
-    held = {OWN: {"ratio": 1.3}, BASE: {"ratio": 9.0}}
+    held = {PLAIN: {"ratio": 1.3}, BASE: {"ratio": 9.0}}
     loads = {"outrider float32": [1.0, 3.0]}
 
-    def met(row: dict[str, Told], **more: Any) -> list[str]:
+    def met(row: dict[str, TextFigures], **more: Any) -> list[str]:
         batches = {
             "group": TOGETHER,
-            "rows": [{OWN: plain(9), BASE: plain(1)}] * 3,
+            "rows": [{PLAIN: plain(9), BASE: plain(1)}] * 3,
         }  # no part of it
         cells = [{"group": SHARED, "rows": [row]}, batches]
         return [goal["met"] for _, goal in goals({"cells": cells, "pair": {"shape": "1b"}, **more})]
@@ -137,23 +143,23 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
     assert met(row, memory=held, loads=loads) == [
         *["yes"] * 5, *["not measured"] * 6, *["yes"] * 3, "no",
     ]  # fmt: skip
-    slow = met({**row, OWN: plain(2, first=0.7)}, memory={}, loads={})
+    slow = met({**row, PLAIN: plain(2, first=0.7)}, memory={}, loads={})
     assert slow[:2] == ["no", "no"] and slow[-1] == "not measured"
 
 
 def test_who_gets_which_workload() -> None:
     every = systems(list(SYSTEMS))
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
-    work = alone(FULL, prompts, every)
+    work = single_jobs(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
-    few = sum(system.among_few for system in every)
+    few = sum(system.takes_long_jobs for system in every)
     assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
-    sizes = [[len(x) for x in job.requests] for job in together(FULL, prompts, every)]
+    sizes = [[len(x) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
-class FakePeer(Pretender):
+class FakePeer(FakeContext):
     """Answers as fast as it is told, with facts of a model of 10 MB."""
 
     facts: ClassVar[dict[str, Any]] = {
@@ -177,7 +183,7 @@ class FakePeer(Pretender):
         made.peak = 2 * 10**7
         return [made]
 
-    def steps(self, request: Steps) -> dict[str, list[Any]]:
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Any]]:
         raise Unavailable("no draft model")
 
 
@@ -212,7 +218,7 @@ def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
 def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
     """Nor lengths that they are not measured at: a job that no system has is none."""
     prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
-    works = [alone(FULL, prompts, chosen), together(FULL, prompts, chosen)]
+    works = [single_jobs(FULL, prompts, chosen), batch_jobs(FULL, prompts, chosen)]
     cells = run(side, chosen, works, None)["cells"]
     assert {cell["group"] for cell in cells} == {SHARED}
     assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
@@ -230,9 +236,9 @@ def test_checkpoints_of_ones_own(
     said, _, line = capsys.readouterr().out.strip().rpartition("\n")
     results = json.loads(line)
     assert results["pair"] == {"shape": "target", "alpha_wanted": None}
-    assert results["systems"] == [OWN, "outrider lookup", BASE, "transformers lookup"]
+    assert results["systems"] == [PLAIN, "outrider lookup", BASE, "transformers lookup"]
     assert "; target, gamma 4;" in said and "Goals" not in said
-    assert pair.own(pair.TARGET, pair.DRAFT).shape == "target and draft"
+    assert pair.from_checkpoints(pair.TARGET, pair.DRAFT).shape == "target and draft"
     for folder, cause in (
         (workshop.checkpoint("t5"), "is an encoder-decoder"),
         (tmp_path / "nowhere", "nowhere"),
@@ -248,20 +254,20 @@ def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Pat
     """Of the whole: what is missing is noted once and costs no other figure."""
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
-    works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]
+    works = [single_jobs(QUICK, prompts, chosen), batch_jobs(QUICK, prompts, chosen)]
     results = run(side, chosen, works, prompts.completion(128))
     assert results["missing"]["outrider lookup"] == "no such thing in model.bin"
     assert results["missing"]["outrider draft, 4 together"] == "one text at a time"
     assert results["missing"]["costs of outrider"] == "no draft model"
     last = results["cells"][-1]
-    assert last["name"] == "4 together" and last["rows"][0].keys() == {OWN, BASE}
-    assert results["memory"][OWN]["cache"] == 192 * 8
+    assert last["name"] == "4 together" and last["rows"][0].keys() == {PLAIN, BASE}
+    assert results["memory"][PLAIN]["cache"] == 192 * 8
     assert results["memory"][DRAFT]["cache"] == 2 * 192 * 8
 
-    page = page_of(SUITE, results)
+    page = render_page(SUITE, results)
     lines = page.splitlines()
-    assert any(line.startswith(f"| {OWN} | 100.0 |") and "| 3.00 |" in line for line in lines)
-    assert any(line.startswith(f"| 4 together, {OWN} |") for line in lines)
+    assert any(line.startswith(f"| {PLAIN} | 100.0 |") and "| 3.00 |" in line for line in lines)
+    assert any(line.startswith(f"| 4 together, {PLAIN} |") for line in lines)
     assert (
         "| plain decoding, speed vs. llama.cpp float32 plain | at least 1 |  | not measured |"
         in lines

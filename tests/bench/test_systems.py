@@ -18,19 +18,19 @@ from transformers import AutoModelForCausalLM
 from workshop import Workshop
 
 from bench.core import pair as pairs
-from bench.core.kept import kept
+from bench.core.cache import cached_folder
 from bench.suites.side.run import MEASURED
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
 from bench.systems.peer import Peer
-from bench.systems.protocol import Request, Steps, Text, Unavailable, decoding
+from bench.systems.protocol import Request, StepsRequest, Text, Unavailable, time_per_token
 from bench.systems.worker import Arrivals
 
 MODES = {name: modes for (name, bits), modes in MEASURED["text"].items() if bits == "float32"}
 NEW_TOKENS = 48
-END = 0  # the checkpoints' end of text
+END_OF_TEXT = 0  # the checkpoints' end of text
 PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
-TOGETHER = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
+BATCH = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,18 @@ def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
 def plain(transformers: Peer) -> list[list[int]]:
     """The greedy tokens of the prompts. One goes on after an end of text."""
     texts = [text.tokens for text in _texts(transformers, "plain")]
-    assert any(END in tokens[:-1] for tokens in texts)
+    assert any(END_OF_TEXT in tokens[:-1] for tokens in texts)
     assert all(len(set(tokens)) > 5 for tokens in texts)
     return texts
 
 
-def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
+def _check_greedy_tokens(peer: Peer, mode: str, plain: list[list[int]]) -> None:
     """Greedily, in rounds that fit the mode, from a prompt of which nothing was kept."""
     texts = _texts(peer, mode)
     assert [text.tokens for text in texts] == plain, mode
     for text in texts:
         assert len(text.times) == len(text.lost) == NEW_TOKENS
-        assert 0 < text.first.seconds < text.times[-1]
+        assert 0 < text.first_token.seconds < text.times[-1]
         assert text.times == sorted(text.times) and text.lost == sorted(text.lost)
         assert text.peak > 1 << 20
         assert text.notes.get("reused_tokens", 0) == 0
@@ -81,13 +81,13 @@ def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
     assert mode not in ("draft", "assistant") or rounds < 1.5 * NEW_TOKENS
 
 
-def _together(peer: Peer, mode: str = "plain") -> None:
+def _check_batch(peer: Peer, mode: str = "plain") -> None:
     """They say what each says alone, as far as an end of text, after which one may be padded."""
-    texts = peer.generate(Request(TOGETHER, 12, mode))
-    assert len(texts) == len(TOGETHER)
-    for prompt, text in zip(TOGETHER, texts, strict=True):
+    texts = peer.generate(Request(BATCH, 12, mode))
+    assert len(texts) == len(BATCH)
+    for prompt, text in zip(BATCH, texts, strict=True):
         alone = peer.generate(Request([prompt], 12))[0].tokens
-        size = alone.index(END) if END in alone else len(alone)
+        size = alone.index(END_OF_TEXT) if END_OF_TEXT in alone else len(alone)
         assert size > 2 and text.tokens[:size] == alone[:size]
         assert len(text.times) == 12 and text.times == sorted(text.times)
     assert mode != "plain" or texts[0].times[-1] == texts[1].times[-1]  # of one step
@@ -99,7 +99,7 @@ def _together(peer: Peer, mode: str = "plain") -> None:
 
 @pytest.mark.parametrize("mode", MODES["transformers"])
 def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
-    _says_the_same(transformers, mode, plain)
+    _check_greedy_tokens(transformers, mode, plain)
 
 
 @pytest.mark.parametrize("mode", ["plain", "draft"])
@@ -110,9 +110,9 @@ def test_transformers_draws_by_the_seed(transformers, plain, mode):
 
 
 def test_transformers_decodes_texts_together(transformers):
-    _together(transformers)
+    _check_batch(transformers)
     with pytest.raises(Unavailable, match="batch_size = 1"):
-        transformers.generate(Request(TOGETHER, 12, "draft"))
+        transformers.generate(Request(BATCH, 12, "draft"))
 
 
 def test_facts_of_a_system(transformers, pair):
@@ -132,12 +132,12 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
     )
     with pytest.raises(Unavailable, match=r"llama_cpp.*extra llama"):
         Peer("llama.cpp", tmp_path)
-    assert SYSTEMS["transformers"].missing() is None
+    assert SYSTEMS["transformers"].missing_reason() is None
 
 
 def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
     with pytest.raises(Unavailable, match="steps"):
-        transformers.steps(Steps(10, [1]))
+        transformers.time_steps(StepsRequest(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
         transformers.generate(Request([[]], 2))
     assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # it goes on
@@ -154,9 +154,9 @@ def test_tokens_of_a_round_share_its_time():
         arrivals.add([(0, tokens)], same_round=same_round)
     text, other = arrivals.texts
     assert text.tokens == [1, 2, 3, 4, 5] and other == Text()
-    assert text.round_tokens() == [1, 2] and text.first.seconds == text.times[1]
+    assert text.round_tokens() == [1, 2] and text.first_token.seconds == text.times[1]
     made = Text([1, 2, 3, 4], [1.0, 1.0, 1.5, 2.0], [0, 0, 0.1, 0.1])
-    token = decoding([made])  # of two tokens after the first round
+    token = time_per_token([made])  # of two tokens after the first round
     assert token is not None and (token.seconds, token.lost) == pytest.approx((1 / 2, 0.1))
 
 
@@ -221,25 +221,25 @@ def test_what_is_not_written_as_gguf(kind, options, words, workshop, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MODES if n != "transformers"])
 def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, workshop):
-    if (reason := SYSTEMS[name].missing()) is not None:
+    if (reason := SYSTEMS[name].missing_reason()) is not None:
         pytest.skip(reason)
     target, draft = pair
     if name == "outrider":  # as if it had built the pair before
-        folder, sources = pairs.place(target, draft, tmp_path, max_len=CONTEXT)
+        folder, sources = pairs.bundle_sources(target, draft, tmp_path, max_len=CONTEXT)
         made = workshop.bundle(target, draft)
-        kept(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
+        cached_folder(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
     with Peer(name, target, draft=draft, slots=2, work=tmp_path, max_len=CONTEXT) as peer:
-        _together(peer)
+        _check_batch(peer)
         if name == "outrider":
-            _together(peer, "draft")
-            samples = peer.steps(Steps(40, [1, 3], slots=2, patience=0.0))
+            _check_batch(peer, "draft")
+            samples = peer.time_steps(StepsRequest(40, [1, 3], slots=2, patience=0.0))
             assert set(samples) == {"draft", "1", "3"}
             assert all(s.seconds > 0 for some in samples.values() for s in some)
         else:
             with pytest.raises(Unavailable, match="drafts"):
-                peer.generate(Request(TOGETHER, 12, "draft"))
+                peer.generate(Request(BATCH, 12, "draft"))
         for mode in MODES[name]:
-            _says_the_same(peer, mode, plain)
+            _check_greedy_tokens(peer, mode, plain)
             one, again = (_tokens(peer, mode, 1) for _ in range(2))
             assert one != [tokens[:16] for tokens in plain], mode
             # "auto" drafts by what rounds cost, and other rounds draw other tokens.
@@ -248,7 +248,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
 
 @pytest.mark.slow
 def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
-    if (reason := SYSTEMS["llama.cpp"].missing()) is not None:
+    if (reason := SYSTEMS["llama.cpp"].missing_reason()) is not None:
         pytest.skip(reason)
     with Peer("llama.cpp", pair[0], precision="q8_0", work=tmp_path, max_len=CONTEXT) as peer:
         try:

@@ -80,7 +80,7 @@ def torch_cuda(monkeypatch):
         "get_device_properties": lambda ordinal: properties,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(kernel_gpu, "WHERE", "cpu")
+    monkeypatch.setattr(kernel_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(kernel_gpu, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(kernel_gpu, "PASSES", 2)
 
@@ -102,7 +102,7 @@ def test_the_benchmark_runs_to_its_end(
         for name in names
         for batch, dtype in ((1, "bfloat16"), (2, "float32"))
     ]
-    report = kernel_gpu.times(jobs)
+    report = kernel_gpu.time_all(jobs)
     json.dumps(report)
     assert len(report["results"]) == len(jobs) and report["disagree"] == 0
     for result in report["results"]:
@@ -116,7 +116,7 @@ def test_the_benchmark_runs_to_its_end(
 
 
 def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
-    monkeypatch.setattr(kernel_gpu, "WATCHED", ((300, 2),))
+    monkeypatch.setattr(kernel_gpu, "SANITIZER_SHAPES", ((300, 2),))
     assert kernel_gpu.main([]) == 0
 
 

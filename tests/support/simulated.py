@@ -123,6 +123,6 @@ def speeds(
 
 @cache
 def recorded() -> dict[str, list[list[bool]]]:
-    """The bundled pair's: see `bench.suites.policies.suite.recorded`, which made the file."""
+    """The bundled pair's: `bench.suites.policies.suite.record_acceptances` made the file."""
     texts = json.loads(Path(__file__).with_name("acceptance.json").read_text())
     return {name: [[x == "1" for x in row] for row in rows] for name, rows in texts.items()}

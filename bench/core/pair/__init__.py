@@ -15,15 +15,18 @@ from pathlib import Path
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.manifest import TOKENIZER_FILE
 
-from ..kept import kept, run_module
+from ..cache import cached_folder, run_module
 from ..machine import CHECKOUT
-from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
+from .shapes import SEQ2SEQ, SHAPES, Seq2SeqShape, Shape
 
-__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "own", "place"]
+__all__ = [
+    "SEQ2SEQ", "SHAPES", "Pair", "Seq2SeqShape", "Shape", "build_bundle", "bundle_sources",
+    "from_checkpoints", "make",
+]  # fmt: skip
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # code that bundles depend on
-WEIGHTS = {"float32": [], "mixed": ["--draft-weights", "int8"]}
+WEIGHT_OPTIONS = {"float32": [], "mixed": ["--draft-weights", "int8"]}
 DRAFT_HIDDEN = 288  # a larger vocabulary needs three more channels than the bundled target has
 
 
@@ -40,14 +43,14 @@ class Pair:
     context: int = 1 << 20
 
 
-def own(target: Path, draft: Path | None) -> Pair:
+def from_checkpoints(target: Path, draft: Path | None) -> Pair:
     """A user's checkpoints. Raises OutriderError, also for checkpoints that the other systems
     cannot read."""
     from export.checkpoint import find  # imported here because it imports Transformers
 
     # Resolved, because conversions by other systems are cached under the folders' names.
-    given = [path.resolve() if path.exists() else path for path in (target, draft) if path]
-    found = [find(str(path)) for path in given]
+    paths = [path.resolve() if path.exists() else path for path in (target, draft) if path]
+    found = [find(str(path)) for path in paths]
     names = [each.path.name for each in found]
     refuse_first([
         (len({*names}) < len(names), f"both folders are named {names[0]}", "Rename one of them."),
@@ -98,7 +101,7 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
     return Pair(target, draft, shape, alpha)
 
 
-def place(
+def bundle_sources(
     target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> tuple[Path, list[Path]]:
     """The folder of a pair's bundle, and the folders that the bundle is built from."""
@@ -107,7 +110,7 @@ def place(
     return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
 
 
-def bundle(
+def build_bundle(
     target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> Path:
     """A pair's bundle, as `make engines` builds it, in `work`; built unless it exists.
@@ -116,19 +119,19 @@ def bundle(
     draft, to int8; or float32. Raises OutriderError("backend") if the build fails; the reason is on
     stderr.
     """
-    folder, sources = place(target, draft, work, max_len=max_len, precision=precision)
+    folder, sources = bundle_sources(target, draft, work, max_len=max_len, precision=precision)
 
     def make() -> None:
         graphs = work / "graphs" / folder.name
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
-        weights = WEIGHTS.get(precision, ["--weights", precision])
+        weights = WEIGHT_OPTIONS.get(precision, ["--weights", precision])
         _run("export", *models, *weights, "--out", graphs, "--max-len", max_len)
         _run("engines", "--graphs", graphs, "--out", folder)
 
-    return kept(folder, sources, make)
+    return cached_folder(folder, sources, make)
 
 
 def _run(module: str, *arguments: object) -> None:
-    if said := run_module(module, *arguments):
-        cause = f"python -m {module} {said}"
+    if error := run_module(module, *arguments):
+        cause = f"python -m {module} {error}"
         raise OutriderError("backend", cause, "See its output above.")

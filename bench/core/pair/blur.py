@@ -28,9 +28,9 @@ from runtime.files.progress import stage
 from .grow import load_llama, write_checkpoint
 
 WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, which determine alpha to about 0.005
-CLOSE = 1e-3  # the bisection ends this close to the requested alpha
+ALPHA_TOLERANCE = 1e-3  # the bisection ends this close to the requested alpha
 FIRST_NOISE = 0.05
-MOST_TRIES = 30
+MAX_TRIES = 30
 
 
 def blur(target: Path, out: Path, alpha: float) -> None:
@@ -39,11 +39,11 @@ def blur(target: Path, out: Path, alpha: float) -> None:
     Raises OutriderError of kind "checkpoint", "architecture", "option" or "disk".
     """
     refuse_foreign(out, "config.json")
-    judge, model = load_llama(target), load_llama(target)
+    original, model = load_llama(target), load_llama(target)
     windows = _windows(target, model.config.max_position_embeddings)
-    with stage("draft", f"find noise for alpha {alpha:g}") as said:
-        noise, found = bisect(_noisy(judge, model, windows), alpha)
-        said.note = f"noise {noise:.4f}, alpha {found:.3f}"
+    with stage("draft", f"find noise for alpha {alpha:g}") as progress:
+        noise, found = bisect(_alpha_of_noise(original, model, windows), alpha)
+        progress.note = f"noise {noise:.4f}, alpha {found:.3f}"
     with write_folder(out, "config.json") as partial:
         write_checkpoint(model, target, partial)
 
@@ -60,29 +60,29 @@ def _windows(folder: Path, context: int) -> torch.Tensor:
     return torch.tensor(found[:: -(-len(found) // WINDOWS)])
 
 
-def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], float]:
+def _alpha_of_noise(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], float]:
     """A function that sets the draft's noise to a given size and returns its acceptance rate."""
     generator = torch.Generator().manual_seed(0)
     matrices = [p for p in draft.parameters() if p.dim() > 1]
-    quiet = [p.detach().clone() for p in matrices]
+    clean_matrices = [p.detach().clone() for p in matrices]
     noise = [torch.randn(p.shape, generator=generator) * p.std() for p in matrices]
 
-    def at(size: float) -> float:
+    def alpha_of(size: float) -> float:
         with torch.no_grad():
-            for matrix, clean, random in zip(matrices, quiet, noise, strict=True):
+            for matrix, clean, random in zip(matrices, clean_matrices, noise, strict=True):
                 matrix.copy_(clean + size * random)
         return measure(target, draft, windows).acceptance_rate
 
-    return at
+    return alpha_of
 
 
-def bisect(at: Callable[[float], float], alpha: float) -> tuple[float, float]:
+def bisect(alpha_of: Callable[[float], float], alpha: float) -> tuple[float, float]:
     """Find the size of noise for an acceptance rate of alpha. Returns the size and the rate that
     was reached; the draft is left with that noise."""
     size, low, high = FIRST_NOISE, 0.0, math.inf
-    for _ in range(MOST_TRIES):
-        found = at(size)
-        if abs(found - alpha) <= CLOSE:
+    for _ in range(MAX_TRIES):
+        found = alpha_of(size)
+        if abs(found - alpha) <= ALPHA_TOLERANCE:
             return size, found
         if found > alpha:
             low = size

@@ -47,7 +47,7 @@ TOLERANCE = 1e-4  # relative to 1 + the largest logit, as the exporter's for flo
 TEXTS, LENGTH = 4, 64  # number and length of the compared texts
 BIAS = 64.0  # a new token's logit is lower by this where rms is largest, elsewhere by more
 FINAL_WEIGHT = 2.0**15  # the largest w: half of float16's largest number
-CONSTANTS = 3  # channels
+BIAS_CHANNELS = 3
 
 # axes of a layer's matrices, [out, in]
 AXES = {
@@ -73,18 +73,18 @@ def grow(source: Path, out: Path, sizes: dict[str, int]) -> None:
     model = load_llama(source)
     config = grown_config(model.config, sizes)
     texts = _own_texts(model)
-    reference, rms = _listen(model, texts)
+    reference, rms = _logits_and_rms(model, texts)
     with write_folder(out, "config.json") as partial:
         with stage("grow", "write"):
             grown = Growth(model, config, rms).model()
             write_checkpoint(grown, source, partial)
             name_tokens(partial, range(model.config.vocab_size, config.vocab_size))
         del grown
-        with stage("grow", "compare with the original") as said:
-            logits, _ = _listen(load_llama(partial), texts)
+        with stage("grow", "compare with the original") as progress:
+            logits, _ = _logits_and_rms(load_llama(partial), texts)
             logits = logits[..., : reference.shape[-1]]
             difference, largest = float((logits - reference).abs().max()), reference.abs().max()
-            said.note = f"largest difference {difference:.1e} at {largest:.1f}"
+            progress.note = f"largest difference {difference:.1e} at {largest:.1f}"
         if not difference <= TOLERANCE * (1 + largest):
             raise OutriderError(
                 "difference",
@@ -121,14 +121,14 @@ def _own_texts(model: Any) -> torch.Tensor:
     return texts
 
 
-def _listen(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _logits_and_rms(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The logits [TEXTS, N, V], and the largest rms that the final norm divides by."""
     seen: list[float] = []
 
-    def look(_: object, inputs: tuple[Any, ...]) -> None:
+    def record_rms(_: object, inputs: tuple[Any, ...]) -> None:
         seen.append(float(inputs[0].square().mean(-1).sqrt().max()))
 
-    hook = model.model.norm.register_forward_pre_hook(look)
+    hook = model.model.norm.register_forward_pre_hook(record_rms)
     with torch.no_grad():
         logits: torch.Tensor = model(texts, use_cache=False).logits
     hook.remove()
@@ -154,7 +154,7 @@ def grown_config(old: Any, sizes: dict[str, int]) -> Any:
     cannot hold the old model."""
     new = type(old)(**{**old.to_dict(), **sizes, "dtype": "float32"})
     groups, old_groups = (c.num_attention_heads / c.num_key_value_heads for c in (new, old))
-    constants = CONSTANTS if new.vocab_size > old.vocab_size else 0
+    constants = BIAS_CHANNELS if new.vocab_size > old.vocab_size else 0
     if (
         any(size < getattr(old, field) for field, size in sizes.items())
         or new.head_dim != old.head_dim
@@ -165,7 +165,8 @@ def grown_config(old: Any, sizes: dict[str, int]) -> Any:
         raise OutriderError(
             "option",
             f"{sizes} cannot hold the checkpoint",
-            f"Choose a larger shape; a larger vocabulary needs {CONSTANTS} more hidden channels.",
+            "Choose a larger shape; a larger vocabulary needs "
+            f"{BIAS_CHANNELS} more hidden channels.",
         )
     new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
     if constants:
@@ -181,8 +182,8 @@ class Growth:
         self._old, self._new = old.config, config
         self._weights: dict[str, torch.Tensor] = old.state_dict()
         self._random = torch.Generator().manual_seed(0)
-        was, layers = self._old.num_hidden_layers, config.num_hidden_layers
-        self._layers = {(i + 1) * layers // was - 1: i for i in range(was)}
+        old_layers, layers = self._old.num_hidden_layers, config.num_hidden_layers
+        self._layers = {(i + 1) * layers // old_layers - 1: i for i in range(old_layers)}
         hidden, inner = (
             torch.arange(size) for size in (self._old.hidden_size, self._old.intermediate_size)
         )
@@ -192,7 +193,7 @@ class Growth:
         heads = torch.arange(self._old.num_attention_heads)
         queries = heads // old_group * group + heads % old_group  # with the same key head
         keys = torch.arange(self._old.num_key_value_heads)
-        self._places = {  # new and old indices
+        self._indices = {  # new and old indices
             "hidden": (hidden, hidden),
             "inner": (inner, inner),
             "queries": (self._channels(queries), self._channels(heads)),
@@ -240,7 +241,7 @@ class Growth:
         grown = torch.zeros(*shape) if part in WRITERS else self._normal(shape, like)
         if new:
             return grown
-        (rows, old_rows), (columns, old_columns) = (self._places[axis] for axis in AXES[part])
+        (rows, old_rows), (columns, old_columns) = (self._indices[axis] for axis in AXES[part])
         grown[rows[:, None], columns] = like[old_rows[:, None], old_columns]
         return grown
 
@@ -252,7 +253,7 @@ class Growth:
         if like is not None:
             grown[: len(like)] = like * self._shrink
         if self._constants:
-            grown[-CONSTANTS:] = self._constants[2] if last else 0
+            grown[-BIAS_CHANNELS:] = self._constants[2] if last else 0
         return grown
 
     def _table(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -261,7 +262,7 @@ class Growth:
         grown = self._normal(shape, like)
         grown[:tokens] = torch.nn.functional.pad(like, (0, shape[1] - width))
         if self._constants:
-            grown[:tokens, -CONSTANTS:], grown[tokens:, -CONSTANTS:] = self._constants[:2]
+            grown[:tokens, -BIAS_CHANNELS:], grown[tokens:, -BIAS_CHANNELS:] = self._constants[:2]
         return grown
 
 

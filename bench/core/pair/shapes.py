@@ -27,16 +27,16 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Seq2Seq:
+class Seq2SeqShape:
     """Shape of an encoder-decoder pair. config: name of the Transformers class. common, target,
-    draft: its fields, for both models and for each. sound: whether the encoder reads audio. begin:
-    tokens that every output begins with."""
+    draft: its fields, for both models and for each. is_audio: whether the encoder reads audio.
+    begin: tokens that every output begins with."""
 
     config: str
     common: dict[str, int]
     target: dict[str, int]
     draft: dict[str, int]
-    sound: bool
+    is_audio: bool
     begin: tuple[int, ...]
 
 
@@ -51,13 +51,13 @@ def _whisper(layers: int) -> dict[str, int]:
 # From config.json of google-t5/t5-base and t5-small, with tied embeddings; of openai/whisper-small
 # (also tied), with a draft of two decoder layers like distil-whisper/distil-small.en.
 SEQ2SEQ = {
-    "t5-base": Seq2Seq(
+    "t5-base": Seq2SeqShape(
         "T5Config", {"vocab_size": 32_128, "d_kv": 64},
         {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
         {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
         False, (1,),
     ),
-    "whisper-small": Seq2Seq(
+    "whisper-small": Seq2SeqShape(
         "WhisperConfig", {"vocab_size": 51_865, "num_mel_bins": 80}, _whisper(12), _whisper(2),
         True, (51_862, 51_864),
     ),

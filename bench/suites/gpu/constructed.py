@@ -14,7 +14,7 @@ acceptance rate, which is measured, not assumed. Everything is bfloat16, and the
 untied. k is a power of 2, so H / k is exact.
 
 Weights of that size are never written to disk: `unwritten.py` builds bundles without them, and
-`fill` computes them in the memory of a loaded engine.
+`fill_weights` computes them in the memory of a loaded engine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ if TYPE_CHECKING:
 
 # Standard deviation of a logit. With 128,256 normally distributed logits of this size, one token
 # gets half of the probability, and the two largest logits differ by 1.3.
-PEAK = 6.0
+LOGIT_STD = 6.0
 DELTA = 0.1  # accepts 0.78 of the examined tokens at temperature 0, 0.82 at 1, with V = 128,256
 # Standard deviation of a layer's contribution. In bfloat16, adding 2^-9 to a number in [0.5, 1)
 # changes nothing.
-WHISPER = 2.0**-14
+LAYER_STD = 2.0**-14
 DTYPE: Dtype = "bfloat16"
-STEP = 2.0**-3  # spacing in bfloat16 of logits from 16 to 32, the largest ones
-NEAR = 2 * STEP  # a choice with a smaller margin may be due to a different order of summation
-FRACTION = 0.02  # largest share of tokens that may be such choices
-PROMPT = 64  # tokens
+LOGIT_SPACING = 2.0**-3  # spacing in bfloat16 of logits from 16 to 32, the largest ones
+# A choice with a smaller margin may be due to a different order of summation.
+NEAR_TIE_MARGIN = 2 * LOGIT_SPACING
+MAX_TIE_SHARE = 0.02  # largest share of tokens that may be such choices
+PROMPT_LEN = 64
 CHUNK = 8192  # rows of H at a time, to limit the host's memory
 ROPE_THETA = 500_000.0
 SOURCE = "constructed"  # `source` of the graphs of a bundle without weights
@@ -65,7 +66,7 @@ SMALL = Shape(512, 2048, 12, 8, 2, 128_256)  # not a published shape
 
 
 @dataclass(frozen=True)
-class Constructed:
+class ConstructedPair:
     """A constructed pair. length: maximum length of a text."""
 
     target: Shape
@@ -77,9 +78,9 @@ class Constructed:
 
 
 SHAPES = {
-    "tiny": Constructed(Shape(128, 256, 2, 4, 2, 4096), Shape(64, 128, 2, 2, 2, 4096), 256),
-    "1b+small": Constructed(LLAMA_1B, SMALL, 1024),
-    "8b+1b": Constructed(LLAMA_8B, LLAMA_1B, 1024),
+    "tiny": ConstructedPair(Shape(128, 256, 2, 4, 2, 4096), Shape(64, 128, 2, 2, 2, 4096), 256),
+    "1b+small": ConstructedPair(LLAMA_1B, SMALL, 1024),
+    "8b+1b": ConstructedPair(LLAMA_8B, LLAMA_1B, 1024),
 }
 
 
@@ -99,7 +100,7 @@ def write_bundled(folder: Path) -> None:
         save_file(made, place / "model.safetensors", metadata={"format": "pt"})
 
 
-def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
+def fill_weights(target: Weights, draft: Weights, delta: float = DELTA) -> None:
     """Fill the weights of a pair in place. delta: size of the noise on the draft's H.
 
     Names are those in a graph, which end like a checkpoint's. Two-dimensional weights are matrices
@@ -119,7 +120,7 @@ def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
     # Away from 0, near which bfloat16 would keep the contributions of layers.
     embedding = random(vocab_size, width, 1.0)
     embedding = embedding.sign() * (0.5 + embedding.abs().frac())
-    deviation = PEAK / width**0.5  # of H: the norm's output has `width` squares of mean 1
+    deviation = LOGIT_STD / width**0.5  # of H: the norm's output has `width` squares of mean 1
     head = random(vocab_size, width, deviation).bfloat16().float()  # copied by the target
     noise = random(vocab_size, width, deviation)
     noisy = (head + delta * noise) / (1 + delta**2) ** 0.5
@@ -131,9 +132,11 @@ def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
             elif name.endswith("lm_head.weight"):
                 weight.copy_((last / copies).repeat(1, copies))
             elif weight.dim() == 2 and name.endswith(".weight"):
-                lost = name.endswith(("o_proj.weight", "down_proj.weight"))
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 weight.normal_(
-                    0, (WHISPER if lost else 1.0) / weight.shape[1] ** 0.5, generator=generator
+                    0,
+                    (LAYER_STD if writes_residual else 1.0) / weight.shape[1] ** 0.5,
+                    generator=generator,
                 )
             elif name.endswith("norm.weight"):
                 weight.fill_(1)
@@ -145,30 +148,30 @@ def _named(weights: Weights, ending: str) -> torch.Tensor:
     return next(weight for name, weight in weights.items() if name.endswith(ending))
 
 
-def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict[str, Any]:
-    """Check that `said[i]` is the output of the bigram model of these weights after `tokens[i]` at
-    temperature 0. NumPy computes the logits in float32 and rounds them to bfloat16, as a model
+def check_bigram(weights: Weights, tokens: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
+    """Check that `output[i]` is the output of the bigram model of these weights after `tokens[i]`
+    at temperature 0. NumPy computes the logits in float32 and rounds them to bfloat16, as a model
     does; the first of equal logits wins."""
     rows = _named(weights, "embed_tokens.weight")[list(tokens)].float().cpu().numpy()
     rows = as_bfloat16(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
     matrix = _named(weights, "lm_head.weight")
-    ids, place = np.array(said), np.arange(len(said))
-    best, chosen = np.full(len(said), -np.inf, np.float32), np.empty(len(said), np.float32)
-    expected = np.zeros(len(said), np.int64)
+    ids, index = np.array(output), np.arange(len(output))
+    best, chosen = np.full(len(output), -np.inf, np.float32), np.empty(len(output), np.float32)
+    expected = np.zeros(len(output), np.int64)
     for begin in range(0, len(matrix), CHUNK):
         part = matrix[begin : begin + CHUNK].float().cpu().numpy()
         logits = as_bfloat16(rows @ part.T)
         first = logits.argmax(-1)
-        larger = logits[place, first] > best
-        expected[larger], best[larger] = begin + first[larger], logits[place, first][larger]
+        larger = logits[index, first] > best
+        expected[larger], best[larger] = begin + first[larger], logits[index, first][larger]
         inside = (ids >= begin) & (ids < begin + len(part))
-        chosen[inside] = logits[place[inside], ids[inside] - begin]
+        chosen[inside] = logits[index[inside], ids[inside] - begin]
     differ = expected != ids
     margins = (best - chosen)[differ]
-    near = int((margins <= NEAR).sum())
+    near = int((margins <= NEAR_TIE_MARGIN).sum())
     return {
-        "passed": bool(near == len(margins) <= max(1, FRACTION * len(said))),
-        "tokens": len(said), "as_expected": int((~differ).sum()), "near_ties": near,
+        "passed": bool(near == len(margins) <= max(1, MAX_TIE_SHARE * len(output))),
+        "tokens": len(output), "as_expected": int((~differ).sum()), "near_ties": near,
         "largest_margin": round(float(margins.max(initial=0)), 4),
     }  # fmt: skip
 
@@ -176,20 +179,20 @@ def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict
 def as_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Round to bfloat16, halves to even, and convert back to float32."""
     bits = numbers.view(np.uint32)
-    kept: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
-    return kept.view(np.float32)
+    rounded: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
 
 
 def open_pair(folder: Path, device: str, **options: Any) -> TextEngine:
     """Load folder/bundle; for a constructed pair, also fill its weights. options: of `load`."""
     engine = load(folder / "bundle", device=device, verify=False, reuse=False, **options)
     if is_constructed(engine):
-        fill(weights(engine, "target"), weights(engine, "draft"))
-        give_back()  # gigabytes of float32 that would be counted as the engine's memory
+        fill_weights(engine_weights(engine, "target"), engine_weights(engine, "draft"))
+        free_gpu_memory()  # gigabytes of float32 that would be counted as the engine's memory
     return engine
 
 
-def give_back() -> None:
+def free_gpu_memory() -> None:
     """Free the GPU memory of deleted engines, which torch would keep in its cache."""
     import torch
 
@@ -201,13 +204,13 @@ def is_constructed(engine: TextEngine) -> bool:
     return engine.manifest.pair.target.source.startswith(SOURCE)
 
 
-def weights(engine: TextEngine, role: str) -> Weights:
+def engine_weights(engine: TextEngine, role: str) -> Weights:
     """The weights that the compiled code of a constructed pair's engine reads."""
     found: Weights = getattr(engine.decoder, role).weights
     return found
 
 
-def prompts(engine: TextEngine, count: int) -> list[list[int]]:
+def random_prompts(engine: TextEngine, count: int) -> list[list[int]]:
     """Random prompts."""
     rng = np.random.default_rng(0)
-    return [rng.integers(1, engine.decoder.vocab_size, PROMPT).tolist() for _ in range(count)]
+    return [rng.integers(1, engine.decoder.vocab_size, PROMPT_LEN).tolist() for _ in range(count)]

@@ -22,7 +22,7 @@ from runtime.files.errors import CommandParser, first_line, run_command, show_or
 
 from .checks import Checks
 from .constructed import SHAPES, write_bundled
-from .suite import save
+from .suite import save_report
 from .times import Times
 from .unwritten import build
 
@@ -30,8 +30,8 @@ KINDS: dict[str, Any] = {"check": Checks, "times": Times}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
+    parser = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
     for name in ("checkpoints", "build", *KINDS):
         add = commands.add_parser(name).add_argument
         add("folder", type=Path, metavar="FOLDER")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         add("--quick", action="store_true", help="fewer settings and shorter texts")
         if name == "check":
             add("--only", action="append", choices=[*Checks.NAMES, "loop"])
-    return made
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,21 +63,21 @@ def _main(args: argparse.Namespace) -> int:
         return 0
     kind = KINDS[args.command]
     subject = kind(args.folder, args.device, args.quick)
-    report = sections(subject, getattr(args, "only", None) or kind.NAMES, args.json)
+    report = run_sections(subject, getattr(args, "only", None) or kind.NAMES, args.json)
     return 0 if report["passed"] else 1
 
 
-def sections(
-    subject: Checks | Times, names: Sequence[str], path: Path | None = None
+def run_sections(
+    checks: Checks | Times, names: Sequence[str], path: Path | None = None
 ) -> dict[str, Any]:
     """Run the methods with these names. Returns their results, and "passed": whether none failed. A
     method that raises has failed, and the others still run. path: file that is written after each
     method."""
-    report: dict[str, Any] = {"device": subject.device, "passed": True}
+    report: dict[str, Any] = {"device": checks.device, "passed": True}
     for name in names:
         begin = time.perf_counter()
         try:
-            result: dict[str, Any] = getattr(subject, name)()
+            result: dict[str, Any] = getattr(checks, name)()
         except Exception as error:  # noqa: BLE001 - the other methods must still run
             show_origin(error, always=True)
             result = {"passed": False, "reason": first_line(error)}
@@ -85,7 +85,7 @@ def sections(
         report["passed"] &= result.get("passed") is not False
         print(f"{name}: {json.dumps(report[name])}", flush=True)
         if path is not None:
-            save(path, report)
+            save_report(path, report)
     return report
 
 

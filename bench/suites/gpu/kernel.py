@@ -31,16 +31,16 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
-from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements
-from .suite import goal, save
+from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Outcome, Round, disagreements
+from .suite import goal, save_report
 
-WHERE = "cuda"  # PyTorch's name for the device
+DEVICE = "cuda"  # PyTorch's name for the device
 REPLAYS = 5  # samples of each graph; the median is used
 PASSES = 4  # of a graph over all sets, so that its launch does not count
-WARM = 0.1  # seconds of the same work beforehand, because an idle GPU has low clocks
+WARM_UP_SECONDS = 0.1  # of the same work beforehand, because an idle GPU has low clocks
 COPY_BYTES = 1 << 31
-CHECKED = 8  # at most, slots of a round that are compared with the reference, which is slow
-WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds for a sanitizer
+CHECKED_SLOTS = 8  # slots of a round that are compared with the reference, which is slow
+SANITIZER_SHAPES = ((2500, 3), (32_001, 2))  # V and B of the rounds for a sanitizer
 # Goals in microseconds for bfloat16, by (V, gamma, B).
 GOALS_US = {(128_256, 5, 1): 6.0, (128_256, 5, 8): 12.0, (128_256, 8, 32): 40.0}
 SIZES = list(itertools.product((32_000, 128_256, 151_936), (5, 8), (1, 8, 32)))
@@ -71,13 +71,13 @@ class DeviceRound:
         self.torch, self.device, self.shape, self.sets = torch, device, shape, sets
         self.params = params
         batch, gamma, vocab_size = shape.batch, shape.gamma, shape.vocab_size
-        generator = torch.Generator(device=WHERE)
+        generator = torch.Generator(device=DEVICE)
         generator.manual_seed(0)
         self.target, self.draft = [], []
         for _ in range(sets):
             size = (batch, gamma + 1, vocab_size)
-            target = 2.5 * torch.randn(size, generator=generator, device=WHERE)
-            noise = torch.randn(size, generator=generator, device=WHERE)[:, :gamma]
+            target = 2.5 * torch.randn(size, generator=generator, device=DEVICE)
+            noise = torch.randn(size, generator=generator, device=DEVICE)[:, :gamma]
             dtype = getattr(torch, shape.dtype)
             self.target.append(target.to(dtype))
             self.draft.append((target[:, :gamma] + 0.7 * noise).to(dtype))
@@ -96,7 +96,7 @@ class DeviceRound:
         self._workspace = self._bytes(np.zeros(launch.workspace_size(self.sizes), np.uint8))
         kinds = np.dtype(np.int64), kernel.ROW, kernel.VERDICT, np.dtype(np.float64)
         counts = batch * gamma, batch * gamma, batch, batch * gamma
-        self._own = [
+        self._sets = [
             [self._bytes(np.zeros(n, kind)) for kind, n in zip(kinds, counts, strict=True)]
             for _ in range(sets)
         ]
@@ -106,14 +106,14 @@ class DeviceRound:
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         """A copy on the device, aligned to 256 bytes."""
-        memory = self.torch.zeros(array.nbytes + 256, device=WHERE, dtype=self.torch.uint8)
+        memory = self.torch.zeros(array.nbytes + 256, device=DEVICE, dtype=self.torch.uint8)
         skip = -memory.data_ptr() % 256
-        there = memory[skip : skip + array.nbytes]
-        there.copy_(self.torch.from_numpy(array.view(np.uint8).copy()))
-        return there
+        copied = memory[skip : skip + array.nbytes]
+        copied.copy_(self.torch.from_numpy(array.view(np.uint8).copy()))
+        return copied
 
     def _buffers(self, s: int) -> KernelBuffers:
-        drafts, rows, verdicts, ratios = (tensor.data_ptr() for tensor in self._own[s])
+        drafts, rows, verdicts, ratios = (tensor.data_ptr() for tensor in self._sets[s])
         workspace = self._workspace.data_ptr()
         return KernelBuffers(self._slots.data_ptr(), drafts, rows, verdicts, ratios, workspace)
 
@@ -140,25 +140,28 @@ class DeviceRound:
 
     def drafts(self, s: int = 0) -> npt.NDArray[np.int64]:
         """int64 [B, gamma], on the host."""
-        raw: npt.NDArray[np.int64] = self._own[s][0].cpu().numpy().view(np.int64)
+        raw: npt.NDArray[np.int64] = self._sets[s][0].cpu().numpy().view(np.int64)
         return raw.reshape(self.shape.batch, self.shape.gamma)
 
     def verdicts(self, s: int = 0) -> npt.NDArray[Any]:
         """kernel.VERDICT [B], on the host, of the verification that was launched last."""
-        verdicts: npt.NDArray[Any] = self._own[s][2].cpu().numpy().view(kernel.VERDICT)
+        verdicts: npt.NDArray[Any] = self._sets[s][2].cpu().numpy().view(kernel.VERDICT)
         return verdicts
 
     def disagreements(self, s: int = 0) -> list[int]:
-        """The slots, among the first `CHECKED`, in which the GPU differs from the reference."""
+        """The slots, among the first `CHECKED_SLOTS`, in which the GPU differs from the
+        reference."""
         self.launch([self.verifies[s]])
-        target, draft = (x[s][:CHECKED].float().cpu().numpy() for x in (self.target, self.draft))
+        target, draft = (
+            x[s][:CHECKED_SLOTS].float().cpu().numpy() for x in (self.target, self.draft)
+        )
         round_ = Round((target, draft), self.params, context=self.context)
         verdicts = self.verdicts(s)[["accepted", "token"]].tolist()
-        fates: list[Fate] = [
+        outcomes: list[Outcome] = [
             (drafts, *verdict)
             for drafts, verdict in zip(self.drafts(s).tolist(), verdicts, strict=True)
         ]
-        return disagreements(round_, fates[:CHECKED])
+        return disagreements(round_, outcomes[:CHECKED_SLOTS])
 
     def bytes_read(self) -> int:
         """Bytes that a verification must read: all target rows; with the block rule also the
@@ -174,8 +177,10 @@ class DeviceRound:
         with torch.cuda.graph(graph):
             for _ in range(PASSES):
                 self.launch(plans, wait=False)
-        warm(graph.replay)
-        times = sorted(1e6 * seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS))
+        warm_up(graph.replay)
+        times = sorted(
+            1e6 * gpu_seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS)
+        )
         figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
         return {name: round(value, 3) for name, value in figures.items()}
 
@@ -185,23 +190,23 @@ def copy_bandwidth() -> float:
     import torch
 
     # Random data, because zeros in fresh memory may be copied faster.
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE).random_()
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    warm(lambda: target.copy_(source))
-    return 2 * COPY_BYTES / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+    warm_up(lambda: target.copy_(source))
+    return 2 * COPY_BYTES / min(gpu_seconds(lambda: target.copy_(source)) for _ in range(10))
 
 
-def warm(work: Callable[[], object]) -> None:
-    """Repeat `work` for `WARM` seconds."""
+def warm_up(work: Callable[[], object]) -> None:
+    """Repeat `work` for `WARM_UP_SECONDS` seconds."""
     import torch
 
-    end = time.perf_counter() + WARM
+    end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
         work()
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], object]) -> float:
+def gpu_seconds(work: Callable[[], object]) -> float:
     """Time of `work` by the GPU's own clock."""
     import torch
 
@@ -243,12 +248,12 @@ def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> 
     return result
 
 
-def times(
+def time_all(
     jobs: Sequence[tuple[str, KernelShape]],
-    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+    on_result: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measure all variants and shapes. keep: called with the report after each, because a run may
-    be cut off. Raises OutriderError("backend")."""
+    """Measure all variants and shapes. on_result: called with the report after each, because a run
+    may be cut off. Raises OutriderError("backend")."""
     import torch
 
     device, bandwidth, gpu = Device(), copy_bandwidth(), torch.cuda.get_device_properties(0)
@@ -262,14 +267,14 @@ def times(
         print(json.dumps(result), file=sys.stderr, flush=True)
         report["results"].append(result)
         report["disagree"] += result["disagree"]
-        keep(report)
+        on_result(report)
     return report
 
 
-def one_of_each() -> None:
+def run_each_rule() -> None:
     """Run a few small rounds of every rule."""
     device = Device()
-    for vocab_size, batch in WATCHED:
+    for vocab_size, batch in SANITIZER_SHAPES:
         for dtype in ("float32", "bfloat16"):
             for params in VARIANTS.values():
                 round_ = DeviceRound(device, KernelShape(vocab_size, 3, batch, dtype), params, 1)
@@ -297,9 +302,9 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         args = parser.parse_args(argv)
         if args.times is None:
-            one_of_each()
+            run_each_rule()
             return 0
-        report = times(jobs(args.quick), lambda found: save(args.times, found))
+        report = time_all(jobs(args.quick), lambda found: save_report(args.times, found))
         return 1 if report["disagree"] else 0
 
     return run_command(command)

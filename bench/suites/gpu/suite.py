@@ -57,25 +57,26 @@ ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
              "--kernel-name", "kns=outrider_"]  # fmt: skip
 # As much information on failures as possible, because the machine may not be available again.
-TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
+VERBOSE_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
 NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # result of checks that need one
 KILL_SECONDS = 10  # to wait for a killed process; the driver may hold it while a kernel runs
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. seconds: its time limit. usual: its expected time. call: the number of the
-    ten-minute call that it belongs to; 0 if every call needs it. reads: the JSON file that it
-    writes. needs: a file that another part makes. least: seconds that must be left to start it."""
+    """One command. limit: its time limit in seconds. expected: its expected time. call: the number
+    of the ten-minute call that it belongs to; 0 if every call needs it. writes: the JSON file that
+    it writes. needs: a file that another part makes. min_left: seconds that must be left to start
+    it."""
 
     name: str
     command: Sequence[object]
-    seconds: float
+    limit: float
     gpu: bool = True
-    reads: Path | None = None
+    writes: Path | None = None
     needs: Path | None = None
-    least: float = 5
-    usual: float = 0
+    min_left: float = 5
+    expected: float = 0
     call: int = 0
 
 
@@ -85,27 +86,29 @@ def parts(out: Path, architecture: str) -> list[Part]:
     quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
     first = [
         # The first part also reads torch's gigabytes from a cold disk.
-        Part("smoke", KERNEL, 90, usual=25),
-        Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick, usual=40),
-        *timed("1b+small", workplace(4), (220, 200), (80, 130)),
+        Part("smoke", KERNEL, 90, expected=25),
+        Part(
+            "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=40
+        ),
+        *timed_pair_parts("1b+small", work_folder(4), (220, 200), (80, 130)),
     ]
     second = [
         # Holes in the weights file read as zeros when it is compiled or loaded, so in memory they
         # take their full size.
-        *timed("8b+1b", workplace(20), (240, 270), (130, 190), least=240),
-        Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
+        *timed_pair_parts("8b+1b", work_folder(20), (240, 270), (130, 190), min_left=240),
+        Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=120),
     ]
     third = [
-        *bundled(workplace(1)),
+        *bundled_pair_parts(work_folder(1)),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
                               "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
-                              *KERNEL_TESTS], 120, usual=60),
-        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 90, usual=20)
+                              *KERNEL_TESTS], 120, expected=60),
+        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 90, expected=20)
           for tool in ("memcheck", "racecheck", "synccheck")),
     ]  # fmt: skip
     return [
-        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, usual=40),
-        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, usual=20),
+        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, expected=40),
+        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, expected=20),
         *(
             replace(part, call=call)
             for call, chosen in enumerate((first, second, third), 1)
@@ -114,55 +117,55 @@ def parts(out: Path, architecture: str) -> list[Part]:
     ]
 
 
-def timed(
-    pair: str, place: Path, limits: Sequence[float], usual: Sequence[float], *,
-    device: str = "cuda", least: float = 60,
+def timed_pair_parts(
+    pair: str, parent: Path, limits: Sequence[float], expected: Sequence[float], *,
+    device: str = "cuda", min_left: float = 60,
 ) -> list[Part]:  # fmt: skip
     """Parts that build a constructed pair without its weights, time it, and remove it.
 
-    place: folder for the pair and its report, which is also copied into gpu-check.json. limits,
-    usual: seconds for the build and for the times.
+    parent: folder for the pair and its report, which is also copied into gpu-check.json. limits,
+    expected: seconds for the build and for the times.
     """
-    folder, report = place / pair, place / f"{pair}-times.json"
-    on = ["--device", device]
+    folder, report = parent / pair, parent / f"{pair}-times.json"
+    on_device = ["--device", device]
     return [
-        Part(f"{pair}: build", [*ENGINES, "build", folder, "--pair", pair, *on], limits[0],
-             least=least, usual=usual[0]),
-        Part(f"{pair}: times", [*ENGINES, "times", folder, *on, "--json", report], limits[1],
-             reads=report, needs=folder / "bundle" / "manifest.json", usual=usual[1]),
-        Part(f"{pair}: remove", ["rm", "-r", folder], 60, needs=folder, usual=5),
+        Part(f"{pair}: build", [*ENGINES, "build", folder, "--pair", pair, *on_device], limits[0],
+             min_left=min_left, expected=expected[0]),
+        Part(f"{pair}: times", [*ENGINES, "times", folder, *on_device, "--json", report], limits[1],
+             writes=report, needs=folder / "bundle" / "manifest.json", expected=expected[1]),
+        Part(f"{pair}: remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
     ]  # fmt: skip
 
 
-def bundled(place: Path, *, device: str = "cuda") -> list[Part]:
+def bundled_pair_parts(parent: Path, *, device: str = "cuda") -> list[Part]:
     """Parts that build the bundled pair as `make engines` does, and compare it with ONNX Runtime on
-    the CPU in float32. place: see `timed`."""
-    folder = place / "bundled"
+    the CPU in float32. parent: see `timed_pair_parts`."""
+    folder = parent / "bundled"
     target, graphs, reference = folder / "target", folder / "graphs", folder / "reference-graphs"
     models = ["--model", target, "--draft", folder / "draft"]
     export = [*PYTHON, "export", *models, "--cache", folder / "cache"]
     build = [*PYTHON, "engines", "--out"]
     compiled = ["--backend", "aotinductor", "--sm", "cpu" if device == "cpu" else ""]
-    torch, there = ["--dtype", DTYPE, "--format", "torch"], target / "config.json"
-    checked, looped = place / "bundled-check.json", place / "bundled-loop.json"
+    torch, config = ["--dtype", DTYPE, "--format", "torch"], target / "config.json"
+    checked, loop = parent / "bundled-check.json", parent / "bundled-loop.json"
     check = [*ENGINES, "check", folder, "--device", device, "--json"]
     bundle = folder / "bundle" / "manifest.json"
     found = [
-        Part("checkpoints", [*ENGINES, "checkpoints", folder], 60, usual=10),
-        Part("export", [*export, *torch, "--out", graphs], 120, needs=there, usual=30),
+        Part("checkpoints", [*ENGINES, "checkpoints", folder], 60, expected=10),
+        Part("export", [*export, *torch, "--out", graphs], 120, needs=config, expected=30),
         Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], 200,
-             needs=graphs / "pair.json", usual=60),
-        Part("reference, export", [*export, "--out", reference], 120, needs=there, usual=30),
+             needs=graphs / "pair.json", expected=60),
+        Part("reference, export", [*export, "--out", reference], 120, needs=config, expected=30),
         Part("reference, build", [*build, folder / "reference", "--graphs", reference], 120,
-             needs=reference / "pair.json", usual=20),
-        Part("check", [*check, checked], 150, reads=checked, needs=bundle, usual=90),
-        Part("loop", [*check, looped, "--only", "loop"], 75, reads=looped, needs=bundle, usual=20),
-        Part("remove", ["rm", "-r", folder], 60, needs=folder, usual=5),
+             needs=reference / "pair.json", expected=20),
+        Part("check", [*check, checked], 150, writes=checked, needs=bundle, expected=90),
+        Part("loop", [*check, loop, "--only", "loop"], 75, writes=loop, needs=bundle, expected=20),
+        Part("remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
     ]  # fmt: skip
     return [replace(part, name=f"bundled: {part.name}") for part in found]
 
 
-def workplace(gib: float) -> Path:
+def work_folder(gib: float) -> Path:
     """The folder for bundles. It is not the report's folder, which is copied. It is in memory if
     files of that size leave most of it free, because a disk may write only 0.2 GB/s."""
     memory = Path("/dev/shm")
@@ -185,12 +188,12 @@ def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
     log.write(f"\n=== {part.name}: {' '.join(command)}\n")
     log.flush()
     begin = time.perf_counter()
-    if part.reads:
-        part.reads.unlink(missing_ok=True)
+    if part.writes:
+        part.writes.unlink(missing_ok=True)
     # In its own session, so that its child processes are killed with it.
     process = subprocess.Popen(
         command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
-        env={**os.environ, **TALKATIVE}, start_new_session=True,
+        env={**os.environ, **VERBOSE_ENV}, start_new_session=True,
     )  # fmt: skip
     try:
         status = process.wait(limit)
@@ -205,67 +208,67 @@ def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
     outcome["seconds"] = round(time.perf_counter() - begin, 1)
-    if part.reads and part.reads.is_file():
+    if part.writes and part.writes.is_file():
         try:
-            outcome["result"] = json.loads(part.reads.read_text())
+            outcome["result"] = json.loads(part.writes.read_text())
         except ValueError as error:
-            outcome |= {"status": "failed", "reason": f"{part.reads.name}: {first_line(error)}"}
+            outcome |= {"status": "failed", "reason": f"{part.writes.name}: {first_line(error)}"}
     return outcome
 
 
-def check(
+def run_parts(
     out: Path,
     seconds: float,
-    chosen: Callable[[Path, str], list[Part]] = parts,
+    make_parts: Callable[[Path, str], list[Part]] = parts,
     call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Run the parts; returns the report, and whether nothing failed. seconds: limit for all parts
+    """Run the parts; returns the report, and whether nothing failed. limit: limit for all parts
     together. call: run only the parts of this call, and those that every call needs."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
     report: dict[str, Any] = {
         "machine": machine.describe(os.cpu_count() or 1), "gpu": architecture or None,
-        "card": card(), "parts": {},
+        "card": query_card(), "parts": {},
     }  # fmt: skip
     with (out / "gpu-check.log").open("w") as log:
-        for part in chosen(out, architecture):
+        for part in make_parts(out, architecture):
             if part.call and call not in (None, part.call):
                 continue
             left = deadline - time.perf_counter()
             reason = no_gpu if part.gpu else None
-            if reason is None and left < part.least:
+            if reason is None and left < part.min_left:
                 reason = f"only {left:.0f} of {seconds:.0f} s are left, too few to start"
             if reason is None:
-                outcome = run_part(part, min(part.seconds, left), log)
+                outcome = run_part(part, min(part.limit, left), log)
             else:
                 outcome = {"status": "skipped", "reason": reason}
             report["parts"][part.name] = outcome
             more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
             print(f"{part.name}: {outcome['status']} ({more})", flush=True)
-            save(out / "gpu-check.json", report)
-    report["card_at_the_end"] = card()
-    save(out / "gpu-check.json", report)
+            save_report(out / "gpu-check.json", report)
+    report["card_at_the_end"] = query_card()
+    save_report(out / "gpu-check.json", report)
     failed = {"failed", "timed out"}
     return report, not any(o["status"] in failed for o in report["parts"].values())
 
 
-def planned(out: Path) -> list[str]:
+def describe_calls(out: Path) -> list[str]:
     """A description of each call as lines: its parts, their usual times and their limits."""
     lines = []
     every = parts(out, "sm_90")
     for call in (1, 2, 3):
         chosen = [part for part in every if part.call in (0, call)]
-        usual = sum(part.usual for part in chosen)
+        expected = sum(part.expected for part in chosen)
         lines += [
-            f"call {call}: about {usual:.0f} s; writes gpu-check.json and gpu-check.log",
+            f"call {call}: about {expected:.0f} s; writes gpu-check.json and gpu-check.log",
             "  after each part, so that a time limit loses only the part that it interrupts",
         ]
         for part in chosen:
-            writes = f", {part.reads.name}" if part.reads else ""
-            least = f", needs {part.least:.0f} s left to start" if part.least > 5 else ""
-            name, limit = part.name, part.seconds
-            lines.append(f"  {name:<28} {part.usual:4.0f} s, at most {limit:.0f}{least}{writes}")
+            writes = f", {part.writes.name}" if part.writes else ""
+            least = f", needs {part.min_left:.0f} s left to start" if part.min_left > 5 else ""
+            name, limit = part.name, part.limit
+            lines.append(f"  {name:<28} {part.expected:4.0f} s, at most {limit:.0f}{least}{writes}")
     return lines
 
 
@@ -293,7 +296,7 @@ CARD = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", 
         "power.limit", "temperature.gpu", "pstate")  # fmt: skip
 
 
-def card() -> dict[str, str] | None:
+def query_card() -> dict[str, str] | None:
     """Properties of the card, because calls may run on different cards, and clocks change."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
     try:
@@ -312,7 +315,7 @@ def goal(value: float, limit: float, *, at_least: bool = False) -> dict[str, Any
     return {"value": round(value, 4), "limit": limit, "met": met}
 
 
-def save(path: Path, report: dict[str, Any]) -> None:
+def save_report(path: Path, report: dict[str, Any]) -> None:
     """Write the report atomically, so that later failures do not lose it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
@@ -335,9 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         out = arguments.out.resolve()
         if arguments.dry:
-            print("\n".join(planned(out)))
+            print("\n".join(describe_calls(out)))
             return 0
-        _, good = check(out, arguments.seconds, call=arguments.call)
+        _, good = run_parts(out, arguments.seconds, call=arguments.call)
         print(arguments.out / "gpu-check.json")
         return 0 if good else 1
 

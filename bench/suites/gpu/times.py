@@ -22,20 +22,20 @@ from runtime import Options, TextEngine
 from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock, sample
-from ...core.costs import Traffic, total
+from ...core.costs import Traffic, total_stats
 from ...core.record import Run
-from ...core.runs import Way, decode_all, gain
+from ...core.runs import Way, decode_all, measured_speedup
 from .constructed import (
     DTYPE,
-    PROMPT,
-    bigram,
-    give_back,
+    PROMPT_LEN,
+    check_bigram,
+    engine_weights,
+    free_gpu_memory,
     is_constructed,
     open_pair,
-    prompts,
-    weights,
+    random_prompts,
 )  # fmt: skip
-from .inside import longest_round, profiled, summed_up
+from .profiling import longest_round, profile_kernels, summarise
 from .suite import NO_GPU, goal
 
 if TYPE_CHECKING:
@@ -59,19 +59,19 @@ class Times:
         self.gammas = (2,) if quick else (2, 4, 8)
         self.middle = self.gammas[len(self.gammas) // 2]
         self.bandwidth: float | None = None
-        self._free = [self._free_bytes()]
+        self._free_memory = [self._free_bytes()]
         begin = time.perf_counter()
         self.engine = open_pair(folder, device, slots=SLOTS)
         self.load_s = round(time.perf_counter() - begin, 2)
-        self._free.append(self._free_bytes())
-        pair, self.prompts = self.engine.manifest.pair, prompts(self.engine, 8)
-        self.room = pair.max_len - PROMPT
+        self._free_memory.append(self._free_bytes())
+        pair, self.prompts = self.engine.manifest.pair, random_prompts(self.engine, 8)
+        self.room = pair.max_len - PROMPT_LEN
         assert pair.draft is not None
         roles = "target", "draft"
         sizes = (weight_bytes(folder / role, self.engine.memory[role]) for role in roles)
         rows = (facts.cache_bytes(1) / pair.capacity for facts in (pair.target, pair.draft))
         (target, row), (draft, draft_row) = zip(sizes, rows, strict=True)
-        self.traffic = Traffic(target, row, PROMPT + self.tokens / 2, draft, draft_row)
+        self.traffic = Traffic(target, row, PROMPT_LEN + self.tokens / 2, draft, draft_row)
 
     def _free_bytes(self) -> int:
         if not self.gpu:
@@ -91,7 +91,7 @@ class Times:
         from . import kernel
 
         self.bandwidth = kernel.copy_bandwidth()
-        give_back()
+        free_gpu_memory()
         return {"bytes_per_second": round(self.bandwidth)}
 
     def rounds(self) -> dict[str, Any]:
@@ -124,11 +124,14 @@ class Times:
             texts.append((self.prompts[0], self.engine.generate(self.prompts[0], **options)))
             together = self.engine.batch((p, Options(**options)) for p in self.prompts[:SLOTS])
             texts += [(self.prompts[i], text) for i, text in together]
-        before, said = [], []
+        context, output = [], []
         for prompt, text in texts:
-            before += [prompt[-1], *text.token_ids[:-1]]
-            said += text.token_ids
-        return {"texts": len(texts), **bigram(weights(self.engine, "target"), before, said)}
+            context += [prompt[-1], *text.token_ids[:-1]]
+            output += text.token_ids
+        return {
+            "texts": len(texts),
+            **check_bigram(engine_weights(self.engine, "target"), context, output),
+        }
 
     def without_graphs(self) -> dict[str, Any]:
         if not self.gpu:
@@ -136,7 +139,7 @@ class Times:
         engine = open_pair(self.folder, self.device, graphs=False)
         found = self._sweep(engine, 0.0, (0, self.middle))
         del engine
-        give_back()
+        free_gpu_memory()
         return found
 
     def profile(self) -> dict[str, Any]:
@@ -147,9 +150,9 @@ class Times:
         for gamma in (0, self.middle):
             options = self._options(gamma, 8 * (gamma + 1))
             found = longest_round(
-                profiled(lambda o=options: self.engine.generate(self.prompts[0], **o))  # type: ignore[misc]
+                profile_kernels(lambda o=options: self.engine.generate(self.prompts[0], **o))  # type: ignore[misc]
             )
-            result[f"gamma {gamma}"] = summed_up(found) if found else {"reason": "no whole round"}
+            result[f"gamma {gamma}"] = summarise(found) if found else {"reason": "no whole round"}
         return result
 
     def _sweep(
@@ -162,12 +165,12 @@ class Times:
             decode_all(ways, self.prompts[turn % len(self.prompts)], tokens, turn, Clock())
             for turn in range(self.turns + 1)
         ][1:]
-        rows = {gamma: self._row(gamma, [text[gamma] for text in texts]) for gamma in gammas}
+        rows = {gamma: self._figures(gamma, [text[gamma] for text in texts]) for gamma in gammas}
         step = rows[0]["draft_ms"] + rows[0]["verify_ms"]
         for gamma in gammas[1:]:
             row = rows[gamma]
             c, width = row["draft_ms"] / gamma / step, row["verify_ms"] / step
-            ratio, rounds = gain(texts, gamma, 0), row["rounds"]
+            ratio, rounds = measured_speedup(texts, gamma, 0), row["rounds"]
             row |= {
                 "ratio": ratio.json_object(),
                 # When a text ends, a round that was launched ahead remains, which is not timed.
@@ -179,10 +182,10 @@ class Times:
             }  # fmt: skip
         return {f"temperature {temperature:g}, gamma {g}": row for g, row in rows.items()}
 
-    def _row(self, gamma: int, texts: Sequence[Run]) -> dict[str, Any]:
-        stats = total(texts)
+    def _figures(self, gamma: int, texts: Sequence[Run]) -> dict[str, Any]:
+        stats = total_stats(texts)
         device = stats.time_draft + stats.time_verify
-        size = self.traffic.of_round(gamma)
+        size = self.traffic.round_bytes(gamma)
         row: dict[str, Any] = {
             "rounds": stats.rounds,
             "tokens_per_second": round(statistics.median(1 / x.stats.tpot for x in texts), 2),
@@ -227,8 +230,8 @@ class Times:
             return found | NO_GPU
         import torch
 
-        give_back()  # memory that the peers have left
-        before, loaded = self._free
+        free_gpu_memory()  # memory that the peers have left
+        before, loaded = self._free_memory
         used = before - self._free_bytes()
         beyond = max(0, torch.cuda.memory_reserved() - plan["target"] - plan.get("draft", 0))
         counted = planned - plan["activations"] + beyond
@@ -241,7 +244,7 @@ class Times:
     def transformers(self) -> dict[str, Any]:
         """Compare with Transformers' `generate` on the same device, plain and assisted, with its
         defaults: kernel by kernel, with a growing cache."""
-        return self._beside(
+        return self._compare(
             {
                 "transformers": {},
                 "transformers, assistant_model": {"assistant_model": self._peer("draft")},
@@ -250,9 +253,9 @@ class Times:
 
     def transformers_static(self) -> dict[str, Any]:
         """Compare with `generate` with a static cache, which it compiles on a GPU."""
-        return self._beside({"transformers, static cache": {"cache_implementation": "static"}})
+        return self._compare({"transformers, static cache": {"cache_implementation": "static"}})
 
-    def _beside(self, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def _compare(self, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Compare whole calls of Outrider and of Transformers. peers: options of the target's
         `generate`, by name."""
         target = self._peer("target")
@@ -264,7 +267,7 @@ class Times:
 
         calls = {"outrider plain": ours(0), f"outrider gamma {self.middle}": ours(self.middle)}
         calls |= {
-            name: partial(generated, target, prompt, tokens, **options)
+            name: partial(hf_generate, target, prompt, tokens, **options)
             for name, options in peers.items()
         }
         result: dict[str, Any] = {"new_tokens": tokens, "attention": "sdpa", "dtype": DTYPE}
@@ -279,11 +282,11 @@ class Times:
         return result
 
     def _peer(self, role: str) -> Any:
-        own = weights(self.engine, role) if is_constructed(self.engine) else None
-        return transformers_model(self.folder / role, self.device, own)
+        shared = engine_weights(self.engine, role) if is_constructed(self.engine) else None
+        return transformers_model(self.folder / role, self.device, shared)
 
 
-def generated(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+def hf_generate(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
     """Generate with Transformers' own `generate` and its options."""
     import torch
 
@@ -306,10 +309,10 @@ def weight_bytes(checkpoint: Path, size: int) -> int:
 
 
 def transformers_model(
-    checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None
+    checkpoint: Path, device: str, shared: Mapping[str, torch.Tensor] | None
 ) -> Any:
-    """Load a Transformers model on a device. own: weights of a constructed pair's engine, by their
-    names in its graph, which the model then shares; None to load the checkpoint's."""
+    """Load a Transformers model on a device. shared: weights of a constructed pair's engine, by
+    their names in its graph, which the model then shares; None to load the checkpoint's."""
     import torch
     import transformers
 
@@ -317,15 +320,15 @@ def transformers_model(
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     options = {"dtype": getattr(torch, DTYPE), "attn_implementation": "sdpa"}
-    if own is None:
+    if shared is None:
         model = library.AutoModelForCausalLM.from_pretrained(checkpoint, **options).to(device)
     else:
         config = library.AutoConfig.from_pretrained(checkpoint)
         with torch.device("meta"):
             model = library.AutoModelForCausalLM.from_config(config, **options)
-        named = {name.partition("decoder.model.")[2]: weight for name, weight in own.items()}
-        given = {name: named[name] for name in model.state_dict()}
-        model.load_state_dict(given, assign=True)
+        named = {name.partition("decoder.model.")[2]: weight for name, weight in shared.items()}
+        state = {name: named[name] for name in model.state_dict()}
+        model.load_state_dict(state, assign=True)
         # Its buffers are computed, not loaded.
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.generation_config.eos_token_id = None  # so that no text ends early

@@ -52,31 +52,31 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
     shutil.rmtree(folder, ignore_errors=True)  # so that no old bundle is measured
     pair, bundle = SHAPES[name], folder / "bundle"
     capacity = slot_rows(pair.length, MAX_GAMMA)
-    make = partial(_make, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
+    make = partial(_compile, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
     # Spawned instead of forked, so that the parent's threads and GPU driver are not inherited.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         roles = "target", "draft"
-        made = dict(zip(roles, pool.map(make, roles, map(pair.shape, roles)), strict=True))
-    facts = {role: each[0] for role, each in made.items()}
-    engines = {role: each[1] for role, each in made.items()}
-    whole = Pair(
+        built = dict(zip(roles, pool.map(make, roles, map(pair.shape, roles)), strict=True))
+    facts = {role: each[0] for role, each in built.items()}
+    engines = {role: each[1] for role, each in built.items()}
+    pair_facts = Pair(
         target=facts["target"], draft=facts["draft"],
         tokenizer=_tokenizer(bundle / "tokenizer", pair.target.vocab_size),
         vocab_size=pair.target.vocab_size, max_len=pair.length, max_gamma=MAX_GAMMA,
         capacity=capacity,
     )  # fmt: skip
-    files = whole.carried_files(engines) | {
+    files = pair_facts.carried_files(engines) | {
         f"{role}/{engine.file}": file_facts(bundle / role / engine.file)
         for role, engine in engines.items()
     }
     manifest = Manifest(
-        name=name, backend="aotinductor", versions=aotinductor.versions(), slots=1, pair=whole,
+        name=name, backend="aotinductor", versions=aotinductor.versions(), slots=1, pair=pair_facts,
         files=files, engines=engines,
     )  # fmt: skip
     write_json(bundle / MANIFEST_FILE, "manifest", manifest)
 
 
-def _make(
+def _compile(
     folder: Path, name: str, length: int, capacity: int, sm: str, role: str, shape: Shape
 ) -> tuple[GraphFacts, EngineFacts]:
     from engines import aotinductor
@@ -101,7 +101,7 @@ def write_graph(
     from export.decoder import Decoder, example
 
     folder.mkdir(parents=True)
-    with _unfilled(shape, length) as model:
+    with _uninitialised_model(shape, length) as model:
         model.config.save_pretrained(config_folder)
         heads, layers = shape.num_key_value_heads, shape.num_hidden_layers
         rows = [(heads, shape.hidden_size // shape.num_attention_heads)] * layers
@@ -124,7 +124,7 @@ def write_graph(
 
 
 @contextmanager
-def _unfilled(shape: Shape, length: int) -> Iterator[Any]:
+def _uninitialised_model(shape: Shape, length: int) -> Iterator[Any]:
     """A model of that shape with uninitialised weights, which take no memory until touched."""
     import torch
     import transformers

@@ -8,39 +8,39 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ...core.clock import ENOUGH
-from ...core.table import Column, Table, table_of
+from ...core.clock import MIN_SAMPLES
+from ...core.table import Column, Table, make_table
 
 Point = dict[str, Any]
 
 
-def less(ours: str, theirs: str) -> str:
-    """The key for the share of their time that ours saves."""
-    return f"{ours} less than {theirs}"
+def saved_key(call: str, reference: str) -> str:
+    """The key for the share of the time of `reference` that `call` saves."""
+    return f"{call} less than {reference}"
 
 
 def points_of(results: Mapping[str, Any]) -> list[Point]:
     """The numbers of each point of `times.run`, by name.
 
     "V", "γ", "B"; for each call the milliseconds per round; "floor of CALL", milliseconds to read
-    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `less` for any
-    two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
+    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `saved_key` for
+    any two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
     """
     points = []
     for p in results["points"]:
         ms = {call: figure["ms"] for call, figure in p["times"].items()}
         memory = 1e6 * results["bandwidth_gb_s"]  # bytes per millisecond
-        made = {"V": p["vocab_size"], "γ": p["gamma"], "B": p["batch"]}
-        made |= ms | {f"accepted by {rule}": mean for rule, mean in p["accepted"].items()}
+        point = {"V": p["vocab_size"], "γ": p["gamma"], "B": p["batch"]}
+        point |= ms | {f"accepted by {rule}": mean for rule, mean in p["accepted"].items()}
         for call, size in p["bytes"].items():
-            made |= {
+            point |= {
                 f"floor of {call}": size / memory,
                 f"share of {call}": size / memory / ms[call],
             }
         for a, b in permutations(ms, 2):
-            made |= {f"{a} / {b}": ms[a] / ms[b], less(a, b): 1 - ms[a] / ms[b]}
-        made["disturbed"] = any(figure["kept"] < ENOUGH for figure in p["times"].values())
-        points.append(made)
+            point |= {f"{a} / {b}": ms[a] / ms[b], saved_key(a, b): 1 - ms[a] / ms[b]}
+        point["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
+        points.append(point)
     return points
 
 
@@ -49,14 +49,14 @@ def points_table(
 ) -> Table:
     """One row per point, without the columns for which nothing was timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]
-    return replace(table_of(title, rows, columns), name=name)
+    return replace(make_table(title, rows, columns), name=name)
 
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
     """Minimum, median and maximum over all points."""
-    told = []
+    cells = []
     for key, heading, spec in rows:
         if found := sorted(p[key] for p in points if key in p):
             three = found[0], statistics.median(found), found[-1]
-            told.append((heading, *(format(value, spec) for value in three)))
-    return Table(title, ("", "min", "median", "max"), told)
+            cells.append((heading, *(format(value, spec) for value in three)))
+    return Table(title, ("", "min", "median", "max"), cells)

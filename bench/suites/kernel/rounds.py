@@ -16,9 +16,9 @@ from runtime.sampling.sampler import Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 Rows = npt.NDArray[np.float32]
-Fate = tuple[list[int], int, int]  # outcome of a slot: drafts, number accepted, token
+Outcome = tuple[list[int], int, int]  # outcome of a slot: drafts, number accepted, token
 
-ONE = 1 - 2.0**-53  # the largest uniform
+MAX_UNIFORM = 1 - 2.0**-53  # the largest uniform
 NUDGE = 4e-6  # relative change of a uniform: a few float32 roundings
 CONTEXT = 500  # tokens before the round, for the penalty
 
@@ -72,7 +72,7 @@ class Round:
         self.params, self.threads = params, threads
         if context is None:
             context = np.random.default_rng(seed).integers(0, self.vocab_size, CONTEXT)
-        self.places = [
+        self.slots = [
             SlotSampling(replace(params, seed=seed + b), self.gamma, CONTEXT, b, context)
             for b in range(self.batch)
         ]
@@ -81,7 +81,7 @@ class Round:
 
     def draw(self, sampler: Sampler) -> list[list[int]]:
         """Draw gamma tokens for each slot."""
-        sampler.begin(self.places)
+        sampler.begin(self.slots)
         steps = [sampler.draw(self.draft[:, step], step).copy() for step in range(self.gamma)]
         drafts: list[list[int]] = np.stack(steps, axis=1).tolist()
         return drafts
@@ -91,7 +91,7 @@ class Round:
         verdicts: list[Verdict] = sampler.verify(self.target, self.draft)
         return verdicts
 
-    def fates(self, sampler: Sampler) -> list[Fate]:
+    def outcomes(self, sampler: Sampler) -> list[Outcome]:
         drafts, verdicts = self.draw(sampler), self.verify(sampler)
         return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
 
@@ -105,7 +105,7 @@ class Round:
         return rows * row
 
 
-class _Nudged(NumpySampler):
+class _NudgedSampler(NumpySampler):
     """The reference with every uniform slightly larger or smaller."""
 
     def __init__(self, vocab_size: int, nudge: float):
@@ -113,20 +113,20 @@ class _Nudged(NumpySampler):
         self._nudge = nudge
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
-        return min(super()._uniform(place, step, purpose) * (1 + self._nudge), ONE)
+        return min(super()._uniform(place, step, purpose) * (1 + self._nudge), MAX_UNIFORM)
 
 
-def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
-    """The slots in which any token of `ours` differs from the reference.
+def disagreements(round_: Round, outcomes: list[Outcome]) -> list[int]:
+    """The slots in which any token of `outcomes` differs from the reference.
 
     For these, the reference is run again with its uniforms a few float32 roundings lower and
     higher. A slot whose outcome changes is a borderline case and does not count.
     """
-    theirs = round_.fates(round_.reference)
-    differ = [b for b, (a, c) in enumerate(zip(ours, theirs, strict=True)) if a != c]
+    expected = round_.outcomes(round_.reference)
+    differ = [b for b, (a, c) in enumerate(zip(outcomes, expected, strict=True)) if a != c]
     if differ:
         lower, higher = (
-            round_.fates(_Nudged(round_.vocab_size, nudge)) for nudge in (-NUDGE, NUDGE)
+            round_.outcomes(_NudgedSampler(round_.vocab_size, nudge)) for nudge in (-NUDGE, NUDGE)
         )
         differ = [b for b in differ if lower[b] == higher[b]]
     return differ

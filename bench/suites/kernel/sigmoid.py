@@ -42,7 +42,7 @@ def squash(logits: Rows, scale: float) -> Rows:
     return squashed
 
 
-def emitted(p: Rows, q: Rows, p_hat: Rows, q_hat: Rows) -> tuple[Rows, Column]:
+def emitted_distribution(p: Rows, q: Rows, p_hat: Rows, q_hat: Rows) -> tuple[Rows, Column]:
     """The distribution of the emitted token of each position if its draft token is drawn from q,
     float64 [N, V]; and the probability [N] that the draft token is accepted.
 
@@ -52,18 +52,18 @@ def emitted(p: Rows, q: Rows, p_hat: Rows, q_hat: Rows) -> tuple[Rows, Column]:
     rest = np.maximum(p_hat - q_hat, 0)
     mass = rest.sum(-1, keepdims=True)
     redraw = np.where(mass > 0, rest / np.where(mass > 0, mass, 1), p)
-    stands = q * np.minimum(p_hat / q_hat, 1)
-    rate = stands.sum(-1)
-    return stands + (1 - rate)[:, None] * redraw, rate
+    accepted = q * np.minimum(p_hat / q_hat, 1)
+    rate = accepted.sum(-1)
+    return accepted + (1 - rate)[:, None] * redraw, rate
 
 
-def distance(a: Rows, b: Rows) -> Column:
+def total_variation(a: Rows, b: Rows) -> Column:
     """Total variation [N]."""
     result: Column = 0.5 * np.abs(a - b).sum(-1)
     return result
 
 
-def effects(documents: Sequence[tuple[Rows, Rows]]) -> list[dict[str, float]]:
+def measure_scales(documents: Sequence[tuple[Rows, Rows]]) -> list[dict[str, float]]:
     """Means over positions for the exact rule, then for eq. 5 with each of SCALES.
 
     documents: as `held_out_logits` yields them. In the result, scale: beta = -alpha, 0 for the
@@ -77,8 +77,10 @@ def effects(documents: Sequence[tuple[Rows, Rows]]) -> list[dict[str, float]]:
         for z_p, z_q in documents:
             p, q = softmax(z_p), softmax(z_q)
             hats = (squash(z_p, scale), squash(z_q, scale)) if scale else (p, q)
-            token, rate = emitted(p, q, *hats)
-            sums.append([rate.sum(), distance(token, p).sum(), distance(token, q).sum()])
+            token, rate = emitted_distribution(p, q, *hats)
+            sums.append(
+                [rate.sum(), total_variation(token, p).sum(), total_variation(token, q).sum()]
+            )
         counts = np.array([len(z_p) for z_p, _ in documents])
         means, errors = ratio_estimates(np.array(sums), counts)
         found = dict(zip(("accepted", "to_target", "to_draft"), means, strict=True))

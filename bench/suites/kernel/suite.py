@@ -23,22 +23,24 @@ from runtime.bundle import load
 
 from ...core.clock import Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.table import Column, Table, table_of
+from ...core.table import Column, Table, make_table
 from . import times
-from .points import less, points_of, points_table, ranges_table
+from .points import points_of, points_table, ranges_table, saved_key
 from .rounds import RULES, VARIANTS
-from .sigmoid import POSITIONS, PUBLISHED, effects, held_out_logits
+from .sigmoid import POSITIONS, PUBLISHED, held_out_logits, measure_scales
 
 EXACT, BLOCK, SIGMOID = (f"{rule}: {times.VERIFY}" for rule in RULES)
-FROM_LOGITS, REFERENCE, THEIRS, ALONE, ROUND, NUMPY_ROUND = (
+FROM_LOGITS, REFERENCE, TRANSFORMERS, FUNCTION_ONLY, ROUND, NUMPY_ROUND = (
     f"token: {way}"
     for way in (
-        times.RAW, times.NUMPY, times.TRANSFORMERS, times.FUNCTION, times.ROUND, times.NUMPY_ROUND,
+        times.FROM_LOGITS, times.NUMPY, times.TRANSFORMERS, times.FUNCTION_ONLY, times.ROUND,
+        times.NUMPY_ROUND,
     )
 )  # fmt: skip
 CALLS = {  # ways to verify a round, and their column headings
     EXACT: "exact", FROM_LOGITS: "exact, q from logits", BLOCK: "block", SIGMOID: "sigmoid",
-    REFERENCE: "NumPy, exact", THEIRS: times.TRANSFORMERS, ALONE: "Transformers, function only",
+    REFERENCE: "NumPy, exact", TRANSFORMERS: times.TRANSFORMERS,
+    FUNCTION_ONLY: "Transformers, function only",
 }  # fmt: skip
 GOAL = (151_936, 5, 1)  # V, gamma and B of the goals
 SIZES = list(product((32_000, 51_864, 128_256, 151_936), (1, 5, 8, 20), (1,)))
@@ -46,16 +48,20 @@ BATCHES = [(151_936, 5, 8), (151_936, 8, 32)]  # for the token rule only
 TARGET_BYTES = 0.5e9 * 4  # a 0.5B-parameter float32 target, read once per verification
 DOCUMENTS, QUICK_DOCUMENTS = 48, 8
 
-LOAD = "share of a verification"  # key that `tables` adds to a point
-LESS, LESS_ALONE = less(EXACT, THEIRS), less(FROM_LOGITS, ALONE)
+VERIFY_SHARE = "share of a verification"  # key that `tables` adds to a point
+SAVED_EXACT, SAVED_FUNCTION = saved_key(EXACT, TRANSFORMERS), saved_key(FROM_LOGITS, FUNCTION_ONLY)
 RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: speed vs. NumPy", ",.1f")
 SAVED: list[Column] = [
-    (LESS, "exact: time saved vs. Transformers", ".1%"),
-    (LESS_ALONE, "q from logits: time saved vs. function only", ".1%"),
+    (SAVED_EXACT, "exact: time saved vs. Transformers", ".1%"),
+    (SAVED_FUNCTION, "q from logits: time saved vs. function only", ".1%"),
 ]
-TOLD: list[Column] = [(LOAD, "round: share of a 0.5B verification", ".2%"), RATIO, *SAVED]
+GOAL_COLUMNS: list[Column] = [
+    (VERIFY_SHARE, "round: share of a 0.5B verification", ".2%"),
+    RATIO,
+    *SAVED,
+]
 # At the size `GOAL`.
-GOALS = {LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS: "at least 94 %"}
+GOALS = {VERIFY_SHARE: "at most 5 %", RATIO[0]: "at least 5", SAVED_EXACT: "at least 94 %"}
 
 
 def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -70,29 +76,29 @@ def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         jobs += [(["token"], size) for size in BATCHES]
     timed = times.run(jobs, [*CALLS, ROUND, NUMPY_ROUND], args, clock)
     counts = {"documents": len(documents), "positions": POSITIONS}
-    return {**timed, "rules": effects(documents), **counts}
+    return {**timed, "rules": measure_scales(documents), **counts}
 
 
 def tables(results: Results) -> list[Table]:
     """The tables of docs/paper.md, named after their places there, and other tables that documents
     cite."""
     reading = 1e3 * TARGET_BYTES / (1e9 * results["bandwidth_gb_s"])  # milliseconds
-    points = [p | {LOAD: p[ROUND] / reading} for p in points_of(results) if EXACT in p]
+    points = [p | {VERIFY_SHARE: p[ROUND] / reading} for p in points_of(results) if EXACT in p]
     sizes: list[Column] = [("γ", "γ", ""), ("B", "B", "")]
-    took = [(call, name, ",.3f") for call, name in CALLS.items()]
+    time_columns = [(call, name, ",.3f") for call, name in CALLS.items()]
     rounds = [(ROUND, "round", ",.3f"), (NUMPY_ROUND, "NumPy, round", ",.2f"), RATIO]
     # The outcome does not determine the bytes read by the block rule or from processed scores.
     shares = [
         (f"share of {call}", name, ".0%")
         for call, name in CALLS.items()
-        if call not in (BLOCK, ALONE)
+        if call not in (BLOCK, FUNCTION_ONLY)
     ]
     columns = [
         *sizes,
         ("accepted by token", "accepted, exact", ",.1f"),
         ("accepted by sigmoid", "accepted, sigmoid", ",.1f"),
         (f"floor of {EXACT}", "floor, exact", ",.3f"),
-        *took,
+        *time_columns,
         (f"{SIGMOID} / {EXACT}", "sigmoid / exact", ",.2f"),
         *SAVED,
     ]
@@ -118,7 +124,7 @@ def goals_table(points: Iterable[dict[str, Any]]) -> Table:
     goal = next(p for p in points if (p["V"], p["γ"], p["B"]) == GOAL)
     met = [
         (heading, format(goal[key], spec), GOALS.get(key, ""))
-        for key, heading, spec in TOLD
+        for key, heading, spec in GOAL_COLUMNS
         if key in goal
     ]
     return Table("Goals, V {:,}, γ {}, B {}".format(*GOAL), ("", "measured", "goal"), met)
@@ -145,7 +151,7 @@ def rules_table(results: Results) -> Table:
         ("to_target", "TV to target", ",.4f"),
         ("to_draft", "TV to draft", ".2g"),
     ]
-    return replace(table_of(title, rows, columns), name="scaling")
+    return replace(make_table(title, rows, columns), name="scaling")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +161,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 SUITE = Suite(
     name="kernel", about=__doc__ or "", quick="one size instead of all, and fewer texts",
-    options=options, measure=run, tables=tables, places=("time", "bandwidth", "scaling"),
+    options=options, measure=run, tables=tables, table_prefixes=("time", "bandwidth", "scaling"),
 )  # fmt: skip
 main = SUITE.main

@@ -14,20 +14,20 @@ from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 
 from ...core import machine
-from ...core.clock import Clock, figure, sampled
+from ...core.clock import Clock, median_time, sample_in_turn
 from ...core.fit import rounded
 from .rounds import VARIANTS, Round, disagreements, random_logits
 
 # Ways to run a verification, or a whole round (gamma draws and the verification).
-VERIFY, RAW = "verify", "verify, q from logits"
+VERIFY, FROM_LOGITS = "verify", "verify, q from logits"
 ROUND = "round"
 NUMPY, NUMPY_ROUND = "NumPy verify", "NumPy round"
-TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
+TRANSFORMERS, FUNCTION_ONLY = "Transformers", "Transformers, its function alone"
 
 SAMPLES = 5  # undisturbed samples of each call
 PATIENCE = 1.0  # seconds per size to wait for them
 READ_BYTES = 1 << 28  # read per pass over memory, for the floor
-DRAWS = 16  # slots per sample, on different logits that are the same in every run
+SLOTS_PER_SAMPLE = 16  # on different logits, which are the same in every run
 
 Call = Callable[[], object]
 Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
@@ -36,7 +36,7 @@ Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
 def _from_logits(round_: Round) -> Call:
     """The kernel without the normalisers that its own draft steps provide."""
     sampler = RoundSampler(round_.vocab_size, round_.gamma, round_.batch, round_.threads)
-    sampler.begin(round_.places)
+    sampler.begin(round_.slots)
     sampler.drafts[:] = round_.native.drafts
     return partial(round_.verify, sampler)
 
@@ -81,12 +81,12 @@ def _transformers(round_: Round, *, processed: bool) -> Call:
 
 WAYS: dict[str, Callable[[Round], Call]] = {
     VERIFY: lambda r: partial(r.verify, r.native),
-    RAW: _from_logits,
+    FROM_LOGITS: _from_logits,
     ROUND: lambda r: lambda: (r.draw(r.native), r.verify(r.native)),
     NUMPY: lambda r: partial(r.verify, r.reference),
     NUMPY_ROUND: lambda r: lambda: (r.draw(r.reference), r.verify(r.reference)),
     TRANSFORMERS: lambda r: _transformers(r, processed=False),
-    FUNCTION: lambda r: _transformers(r, processed=True),  # what the paper timed
+    FUNCTION_ONLY: lambda r: _transformers(r, processed=True),  # what the paper timed
 }
 
 
@@ -102,13 +102,15 @@ def run(
     points = []
     for variants, size in jobs:
         clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(variants), *size))
-        logits = [random_logits(*size, seed=seed) for seed in range(max(1, DRAWS // size[2]))]
+        logits = [
+            random_logits(*size, seed=seed) for seed in range(max(1, SLOTS_PER_SAMPLE // size[2]))
+        ]
         rounds = {
             v: [Round(x, VARIANTS[v], seed=n, threads=args.threads) for n, x in enumerate(logits)]
             for v in variants
         }
         points.append(measure(rounds, calls))
-        sampled({"read": reader}, rounds=2, patience=1)
+        sample_in_turn({"read": reader}, rounds=2, patience=1)
     return {
         "machine": machine.describe(args.threads),
         "instruction_set": library.outrider_instruction_set().decode(),
@@ -126,39 +128,42 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
     every call finds the logits in the last cache level, as after an engine's call. Raises
     OutriderError("numeric") if a round differs from the reference.
     """
-    accepted, read, work, sizes = {}, {}, {}, {}
+    accepted, bytes_read, work, sizes = {}, {}, {}, {}
     for variant, some in rounds.items():
-        if wrong := [f"slot {b}" for r in some for b in disagreements(r, r.fates(r.native))]:
+        if wrong := [f"slot {b}" for r in some for b in disagreements(r, r.outcomes(r.native))]:
             cause = f"{variant}, V {some[0].vocab_size}: {', '.join(wrong)} differ from NumPy"
             raise OutriderError("numeric", cause, "Do not use this kernel; please report it.")
         verdicts = [(r, r.verify(r.native)) for r in some]
         accepted[variant] = statistics.mean(v.accepted for _, each in verdicts for v in each)
-        read[variant] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
-    one = next(iter(rounds.values()))
-    row = one[0].vocab_size * one[0].batch * one[0].draft.itemsize
+        bytes_read[variant] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
+    first = next(iter(rounds.values()))
+    row = first[0].vocab_size * first[0].batch * first[0].draft.itemsize
     for name in calls:
         variant, way = name.split(": ")
         if variant in rounds:
-            work[name] = partial(_each, [WAYS[way](r) for r in rounds[variant]])
+            work[name] = partial(_run_all, [WAYS[way](r) for r in rounds[variant]])
             # Some ways normalise the draft's rows themselves instead of in the draft steps.
-            own = accepted[variant] if way in (RAW, TRANSFORMERS, FUNCTION) else 0
-            sizes[name] = read[variant] + row * own
+            normalised_rows = (
+                accepted[variant] if way in (FROM_LOGITS, TRANSFORMERS, FUNCTION_ONLY) else 0
+            )
+            sizes[name] = bytes_read[variant] + row * normalised_rows
 
     def touch() -> None:  # the first call in turn may run twice in a row, which would favour it
-        for round_ in one:
+        for round_ in first:
             round_.target.max(), round_.draft.max()
 
-    samples = sampled({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
-    taken = {name: figure(samples[name]) for name in work}
+    samples = sample_in_turn({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
+    taken = {name: median_time(samples[name]) for name in work}
     times = {
-        name: {"ms": rounded(each.ms / len(one)), "kept": each.kept} for name, each in taken.items()
+        name: {"ms": rounded(each.ms / len(first)), "kept": each.kept}
+        for name, each in taken.items()
     }
     return {
-        "vocab_size": one[0].vocab_size, "gamma": one[0].gamma, "batch": one[0].batch,
+        "vocab_size": first[0].vocab_size, "gamma": first[0].gamma, "batch": first[0].batch,
         "accepted": accepted, "bytes": sizes, "times": times,
     }  # fmt: skip
 
 
-def _each(calls: Sequence[Call]) -> None:
+def _run_all(calls: Sequence[Call]) -> None:
     for call in calls:
         call()

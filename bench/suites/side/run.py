@@ -19,18 +19,17 @@ import numpy as np
 from runtime.costs import RoundCosts
 from runtime.theory.formulas import expected_tokens
 
-from ...core import costs
 from ...core.clock import Clock, order
-from ...core.costs import Traffic, predicted, row_bytes, verification
+from ...core.costs import Traffic, costs_from_calls, predicted_speedup, row_bytes, verify_cost
 from ...core.pair import Pair
 from ...systems.peer import Peer
-from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable, decoding
+from ...systems.protocol import Prompt, Request, StepsRequest, Text, Unavailable, time_per_token
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
-OWN, DRAFT = "outrider plain", "outrider draft"
+PLAIN, DRAFT = "outrider plain", "outrider draft"
 DRAFTLESS = "plain", "lookup"  # modes without a draft model
-TWO, THREE = ("plain", "draft"), ("plain", "draft", "lookup")
+PLAIN_DRAFT, PLAIN_DRAFT_LOOKUP = ("plain", "draft"), ("plain", "draft", "lookup")
 # The modes that are measured, by kind of model, system and precision. "text" models continue a
 # prompt; "seq2seq" models (encoder-decoders) read it. Modes have the same names in all systems:
 # "plain" decoding; "draft" (draft model) and "lookup" (n-grams of the text) with gamma tokens per
@@ -38,19 +37,19 @@ TWO, THREE = ("plain", "draft"), ("plain", "draft", "lookup")
 MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
         ("outrider", "float32"): ("plain", "draft", "auto", "lookup"),
-        ("outrider", "int8"): TWO,
-        ("outrider", "int4"): THREE,
+        ("outrider", "int8"): PLAIN_DRAFT,
+        ("outrider", "int4"): PLAIN_DRAFT_LOOKUP,
         ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
-        ("genai", "float32"): THREE,
-        ("llama.cpp", "float32"): THREE,
-        ("llama.cpp", "q8_0"): TWO,
-        ("llama.cpp", "q4_0"): THREE,
+        ("genai", "float32"): PLAIN_DRAFT_LOOKUP,
+        ("llama.cpp", "float32"): PLAIN_DRAFT_LOOKUP,
+        ("llama.cpp", "q8_0"): PLAIN_DRAFT,
+        ("llama.cpp", "q4_0"): PLAIN_DRAFT_LOOKUP,
     },
     "seq2seq": {
-        ("outrider", "float32"): THREE,
+        ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
-        ("outrider", "int8"): TWO,
-        ("outrider", "int4"): THREE,
+        ("outrider", "int8"): PLAIN_DRAFT,
+        ("outrider", "int4"): PLAIN_DRAFT_LOOKUP,
         ("transformers", "float32"): ("plain", "assistant"),
         ("ctranslate2", "float32"): ("plain",),
         ("ctranslate2", "int8"): ("plain",),
@@ -62,11 +61,12 @@ PRECISIONS = {  # Outrider's name, and the names in all systems
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
-FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
+LONG_MODES = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
-ROUND = ("time_draft", "time_verify", "time_sample", "time_host")  # ms, without the draft's prefill
-Told = dict[str, float]  # figures of the texts of a request, see `told`
+# ms, without the draft's prefill
+ROUND_TIMES = ("time_draft", "time_verify", "time_sample", "time_host")
+TextFigures = dict[str, float]  # figures of the texts of a request, see `text_figures`
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class System:
         return f"{self.peer} {self.precision}"
 
     @property
-    def among_few(self) -> bool:
+    def takes_long_jobs(self) -> bool:
         """Whether it takes part in the workloads that take long."""
-        return self.precision == "float32" and self.mode in FEW.get(self.peer, ("plain",))
+        return self.precision == "float32" and self.mode in LONG_MODES.get(self.peer, ("plain",))
 
 
 def systems(
@@ -154,7 +154,7 @@ class SideRun:
         return stack.enter_context(peer)
 
     @contextmanager
-    def lacking(self, name: str) -> Iterator[None]:
+    def record_unavailable(self, name: str) -> Iterator[None]:
         """Record the reason if `name` is unavailable, without folders of this machine, because the
         results are published."""
         try:
@@ -163,7 +163,7 @@ class SideRun:
             self.missing[name] = re.sub(r"/\S*/", "", str(error))
             self.clock.note(f"missing: {name}: {error}")
 
-    def workers(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
+    def start_all(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
         """Start the workers of the systems, except those that cannot be started.
 
         On some machines the first process to load gets slower memory, by 15 % per token
@@ -175,82 +175,88 @@ class SideRun:
         for system in chosen:
             if system.worker not in peers and system.worker not in self.missing:
                 self.clock.note(f"starting {system.worker}")
-                with self.lacking(system.worker):
+                with self.record_unavailable(system.worker):
                     peers[system.worker] = self.start(stack, system, slots=slots)
         return peers
 
-    def measure(self, jobs: Sequence[Job], between: Callable[[], object]) -> list[dict[str, Any]]:
-        """Send every request of every job through its systems. between: called after each request.
+    def measure(
+        self, jobs: Sequence[Job], after_request: Callable[[], object]
+    ) -> list[dict[str, Any]]:
+        """Send every request of every job through its systems. after_request: called after each
+        request.
 
-        Returns the cells: for each job, its rows. A row has, for one request, the figures of `told`
-        by system, and those of `theory`.
+        Returns the cells: for each job, its rows. A row has, for one request, the figures of
+        `text_figures` by system, and those of `compare_with_theory`.
         """
         slots = max(len(prompts) for job in jobs for prompts in job.requests)
-        every = list(dict.fromkeys(system for job in jobs for system in job.systems))
+        all_systems = list(dict.fromkeys(system for job in jobs for system in job.systems))
         cells = []
         with ExitStack() as stack:
-            peers = self.workers(stack, every, slots)
+            peers = self.start_all(stack, all_systems, slots)
             for turn in range(self.warm_ups):
                 job = jobs[turn % len(jobs)]
-                for number, system in enumerate(every):  # a different prompt for each
-                    size = 8 + len(every) * turn + number
+                for number, system in enumerate(all_systems):  # a different prompt for each
+                    size = 8 + len(all_systems) * turn + number
                     some = [
-                        _turned(prompt, size) if job.begins else prompt[:size]
+                        _rotated(prompt, size) if job.begins else prompt[:size]
                         for prompt in job.requests[0]
                     ]
-                    self.ask(peers, system, job, some, 12, turn, job.begin(0))
+                    self.decode(peers, system, job, some, 12, turn, job.begin(0))
             for job in jobs:
                 rows = []
                 for turn, prompts in enumerate(job.requests):
-                    row, begin = dict[str, Told](), job.begin(turn)
+                    row, begin = dict[str, TextFigures](), job.begin(turn)
                     for system in order(job.systems, turn):
-                        new_tokens = job.new_tokens
-                        if said := self.ask(peers, system, job, prompts, new_tokens, turn, begin):
-                            row[system.name] = said
+                        request = prompts, job.new_tokens, turn, begin
+                        if figures := self.decode(peers, system, job, *request):
+                            row[system.name] = figures
                     rows.append(row)
-                    if {OWN, DRAFT} <= row.keys() and len(prompts) == 1:
-                        found = self.costs(peers, len(begin or prompts[0]) + job.new_tokens // 2)
-                        row[DRAFT] |= theory(row[OWN], row[DRAFT], found) if found else {}
-                    between()
+                    if {PLAIN, DRAFT} <= row.keys() and len(prompts) == 1:
+                        position = len(begin or prompts[0]) + job.new_tokens // 2
+                        if costs := self.measure_costs(peers, position):
+                            row[DRAFT] |= compare_with_theory(row[PLAIN], row[DRAFT], costs)
+                    after_request()
                 shape = {"group": job.group, "name": job.name, "temperature": job.temperature}
                 cells.append({**shape, "rows": rows})
-                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}; {_speeds(rows)}")
+                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}; {_speeds_note(rows)}")
         return cells
 
-    def ask(
+    def decode(
         self, peers: dict[str, Peer], system: System, job: Job, prompts: Sequence[Prompt],
         new_tokens: int, seed: int, begin: tuple[int, ...] = (),
-    ) -> Told:  # fmt: skip
-        """Decode with one system and return the figures of `told`; empty if the system has failed
-        before with as many texts."""
-        what = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
-        if system.worker in peers and what not in self.missing:
+    ) -> TextFigures:  # fmt: skip
+        """Decode with one system and return the figures of `text_figures`; empty if the system has
+        failed before with as many texts."""
+        name = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
+        if system.worker in peers and name not in self.missing:
             peer, mode = peers[system.worker], system.mode
-            with self.lacking(what):
+            with self.record_unavailable(name):
                 texts = peer.generate(
                     Request(prompts, new_tokens, mode, job.temperature, seed, GAMMA, begin)
                 )
-                facts, rows = peer.facts, _rows(prompts[0]) + len(begin) + new_tokens / 2
-                row, more = self.rows(facts["cache_element"])
+                facts, rows = peer.facts, _prompt_rows(prompts[0]) + len(begin) + new_tokens / 2
+                row, more = self.row_sizes(facts["cache_element"])
                 traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
-                found = told(texts, mode, traffic)
+                found = text_figures(texts, mode, traffic)
                 return found | {"whole": texts[0].times[-1]} if begin else found
         return {}
 
-    def rows(self, element: int) -> tuple[int, int]:
+    def row_sizes(self, element: int) -> tuple[int, int]:
         """Bytes per token in the caches of target and draft. element: bytes per number."""
         draft = self.pair.draft
         return row_bytes(self.pair.target, element), row_bytes(draft, element) if draft else 0
 
-    def costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
+    def measure_costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
         """Costs from calls of Outrider's engines alone, measured after the texts of a prompt."""
         if (name := "costs of outrider") not in self.missing:
-            with self.lacking(name):
-                steps = Steps(position, list(range(1, GAMMA + 2)))
-                return costs.of_calls(peers["outrider float32"].steps(steps))
+            with self.record_unavailable(name):
+                steps = StepsRequest(position, list(range(1, GAMMA + 2)))
+                return costs_from_calls(peers["outrider float32"].time_steps(steps))
         return None
 
-    def memory(self, chosen: Sequence[System], prompt: list[int]) -> dict[str, dict[str, float]]:
+    def measure_memory(
+        self, chosen: Sequence[System], prompt: list[int]
+    ) -> dict[str, dict[str, float]]:
         """Memory of each system in a new process that decodes one text. The process gets a draft
         model only if the mode uses one.
 
@@ -262,14 +268,14 @@ class SideRun:
         for system in (s for s in chosen if not {s.name, s.worker} & self.missing.keys()):
             drafts = system.mode not in ("plain", "lookup")
             self.clock.note(f"memory of {system.name}")
-            with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
+            with self.record_unavailable(f"memory of {system.name}"), ExitStack() as stack:
                 peer = self.start(stack, system, draft=drafts)
                 (text,) = peer.generate(
                     Request([prompt], MEMORY_SHAPE[1], system.mode, gamma=GAMMA)
                 )
                 facts, peak = peer.facts, text.peak
                 before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
-                row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
+                row = sum(self.row_sizes(facts["cache_element"])[: 1 + drafts])
                 cache = sum(MEMORY_SHAPE) * row
                 found[system.name] = {
                     "peak": peak, "before": before, "weights": weights, "cache": cache,
@@ -278,37 +284,37 @@ class SideRun:
         return found
 
 
-def _speeds(rows: Sequence[dict[str, Told]]) -> str:
+def _speeds_note(rows: Sequence[dict[str, TextFigures]]) -> str:
     """Tokens per second, for progress notes; also useful if the run is interrupted."""
     found: dict[str, list[float]] = {}
-    for name, told in (item for row in rows for item in row.items() if "token" in item[1]):
-        found.setdefault(name, []).append(1 / told["token"])
+    for name, figures in (item for row in rows for item in row.items() if "token" in item[1]):
+        found.setdefault(name, []).append(1 / figures["token"])
     return ", ".join(f"{name} {statistics.median(x):.1f}" for name, x in found.items())
 
 
-def _rows(prompt: Prompt) -> int:
+def _prompt_rows(prompt: Prompt) -> int:
     """Rows of the prompt in a cache: one per token, or one per two frames of a sound."""
     return prompt.shape[1] // 2 if isinstance(prompt, np.ndarray) else len(prompt)
 
 
-def _turned(prompt: Prompt, size: int) -> Prompt:
+def _rotated(prompt: Prompt, size: int) -> Prompt:
     """The prompt, rotated by `size`."""
     if isinstance(prompt, np.ndarray):
         return np.roll(prompt, size, axis=1)
     return prompt[size:] + prompt[:size]
 
 
-def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
+def text_figures(texts: Sequence[Text], mode: str, traffic: Traffic) -> TextFigures:
     """The figures kept for texts that were decoded together, as far as they are known.
 
     first: seconds until all texts have their first token. token, lost: seconds per token after
-    that (`decoding`), and the share lost to other processes. For a single text also: tokens,
+    that (`time_per_token`), and the share lost to other processes. For a single text also: tokens,
     rounds: those after the first round; bytes: that these rounds had to read; the counts of
-    `drafting`; with Outrider spent, host, pace: ms of its rounds, of their host part, and per
+    `draft_counts`; with Outrider spent, host, pace: ms of its rounds, of their host part, and per
     token. encode: seconds in encoders, included in first.
     """
-    found: Told = {"first": max(text.times[0] for text in texts)}
-    if (token := decoding(texts)) is None:
+    found: TextFigures = {"first": max(text.times[0] for text in texts)}
+    if (token := time_per_token(texts)) is None:
         return found  # a short text may have one round
     found |= {"token": token.seconds, "lost": token.lost}
     if len(texts) > 1:
@@ -316,18 +322,18 @@ def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
     rounds, notes = texts[0].round_tokens(), texts[0].notes
     if "encode" in notes:
         found["encode"] = notes["encode"]
-    found |= {"tokens": sum(rounds), "rounds": len(rounds), **drafting(texts[0], mode)}
+    found |= {"tokens": sum(rounds), "rounds": len(rounds), **draft_counts(texts[0], mode)}
     if "time_host" in notes:
-        found |= {"spent": sum(notes[part] for part in ROUND), "host": notes["time_host"]}
+        found |= {"spent": sum(notes[part] for part in ROUND_TIMES), "host": notes["time_host"]}
         found["pace"] = found["spent"] / (notes["output_tokens"] - 1)
     if mode in ("plain", "lookup"):  # a lookup reads no weights
-        found["bytes"] = len(rounds) * traffic.of_round()
+        found["bytes"] = len(rounds) * traffic.round_bytes()
     elif found.get("drafting"):
-        found["bytes"] = len(rounds) * traffic.of_round(found["drafted"] / found["drafting"])
+        found["bytes"] = len(rounds) * traffic.round_bytes(found["drafted"] / found["drafting"])
     return found
 
 
-def drafting(text: Text, mode: str) -> Told:
+def draft_counts(text: Text, mode: str) -> TextFigures:
     """The numbers of drafted, examined and accepted tokens and of rounds, if known.
 
     Outrider counts them. For a system that drafts GAMMA tokens in each round, they follow from the
@@ -345,7 +351,7 @@ def drafting(text: Text, mode: str) -> Told:
     }  # fmt: skip
 
 
-def theory(plain: Told, fast: Told, costs: RoundCosts) -> Told:
+def compare_with_theory(plain: TextFigures, fast: TextFigures, costs: RoundCosts) -> TextFigures:
     """Compares Theorem 3.8 with the figures of a text decoded by Outrider without and with drafts.
 
     measured: speedup over Outrider's plain decoding, without any prefill. predicted: computed from
@@ -358,9 +364,9 @@ def theory(plain: Told, fast: Told, costs: RoundCosts) -> Told:
         return {}
     # The last round may draft fewer tokens, so gamma need not be an integer.
     alpha, gamma = fast["accepted"] / fast["examined"], fast["drafted"] / fast["drafting"]
-    measured, expected = plain["pace"] / fast["pace"], predicted(alpha, [gamma], costs)
+    measured, expected = plain["pace"] / fast["pace"], predicted_speedup(alpha, [gamma], costs)
     return {
-        "alpha": alpha, "c": costs.draft, "verify": verification(costs, gamma),
+        "alpha": alpha, "c": costs.draft, "verify": verify_cost(costs, gamma),
         "given": fast["tokens"] / fast["rounds"], "expected": expected_tokens(alpha, gamma),
         "predicted": expected, "measured": measured, "quotient": measured / expected,
     }  # fmt: skip

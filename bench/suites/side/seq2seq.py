@@ -23,7 +23,7 @@ SECONDS, FRAMES = 30, 3000  # length of a sound, as for Whisper
 
 
 @dataclass(frozen=True)
-class ReadingScale:
+class Seq2SeqScale:
     """count: requests per workload. summary, translation: (source, output) tokens. sound: output
     tokens."""
 
@@ -33,20 +33,20 @@ class ReadingScale:
     sound: int
 
 
-FULL = ReadingScale(5, (400, 128), (30, 64), 128)
-QUICK = ReadingScale(1, (400, 64), (30, 64), 64)
+FULL = Seq2SeqScale(5, (400, 128), (30, 64), 128)
+QUICK = Seq2SeqScale(1, (400, 64), (30, 64), 64)
 
 
 def jobs(
-    scale: ReadingScale, pair: Pair, chosen: Sequence[System], temperatures: Sequence[float]
+    scale: Seq2SeqScale, pair: Pair, chosen: Sequence[System], temperatures: Sequence[float]
 ) -> list[Job]:
     """The jobs for a pair, with the vocabulary and the mel bands of its shape."""
-    from ...core.pair.seq2seq import says  # imported here because it imports torch
+    from ...core.pair.seq2seq import greedy_output  # imported here because it imports torch
 
     shape, rng = SEQ2SEQ[pair.shape], np.random.default_rng(1)
     bands, tokens = shape.common.get("num_mel_bins", 0), shape.common["vocab_size"]
     kinds = {"summary": scale.summary, "translation": scale.translation}
-    if shape.sound:
+    if shape.is_audio:
         kinds, chosen = {"sound": (SECONDS, scale.sound)}, [s for s in chosen if s.mode != "lookup"]
     made = []
     for kind, (length, new_tokens) in kinds.items():
@@ -54,23 +54,27 @@ def jobs(
             firsts = rng.integers(1, tokens, scale.count).tolist()
             requests: list[list[Prompt]] = []
             for first in firsts:
-                if shape.sound:
+                if shape.is_audio:
                     source: Prompt = rng.standard_normal((bands, FRAMES), np.float32)
                 else:
-                    said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
-                    source = document(rng, said, length, tokens)
+                    output: list[int] = []
+                    if kind == "summary":
+                        output = greedy_output(shape, pair.target, first, new_tokens)
+                    source = make_source(rng, output, length, tokens)
                 requests.append([source])
             begins = [(*shape.begin, first) for first in firsts]
-            name = f"{kind} {length}{'s' * shape.sound}+{new_tokens}"
+            name = f"{kind} {length}{'s' * shape.is_audio}+{new_tokens}"
             made.append(Job(GROUP, name, requests, new_tokens, temperature, chosen, begins))
     return made
 
 
-def document(rng: np.random.Generator, said: Sequence[int], length: int, tokens: int) -> list[int]:
-    """`length` random ids, some of them replaced by every other piece of the output `said`, in
+def make_source(
+    rng: np.random.Generator, output: Sequence[int], length: int, tokens: int
+) -> list[int]:
+    """`length` random ids, some of them replaced by every other piece of `output`, in
     random order."""
     ids: list[int] = rng.integers(1, tokens, length).tolist()
-    pieces = [said[i : i + PIECE] for i in range(0, len(said), 2 * PIECE)]
+    pieces = [output[i : i + PIECE] for i in range(0, len(output), 2 * PIECE)]
     places = rng.permutation(length // PIECE)[: len(pieces)] * PIECE
     for place, piece in zip(places.tolist(), pieces, strict=True):
         ids[place : place + len(piece)] = piece

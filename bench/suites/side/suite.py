@@ -42,65 +42,65 @@ from .run import (
     systems,
 )
 
-LONGEST = 448  # rows of an encoder-decoder's cache, the maximum of Whisper
-BOTH, GREEDY = (0.0, 1.0), (0.0,)
-Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, prompt and output tokens, T
+SEQ2SEQ_MAX_LEN = 448  # rows of an encoder-decoder's cache, the maximum of Whisper
+TEMPERATURES, GREEDY = (0.0, 1.0), (0.0,)
+TextShape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, prompt and output tokens, T
 
 
 @dataclass(frozen=True)
 class SideScale:
     """count: prompts per workload. shared: the shape for all systems. lengths: further shapes for
-    the main systems. together: batch sizes. times: batches of each size. batch: (prompt, output)
-    tokens in a batch."""
+    the main systems. batch_sizes: batch sizes. batches: batches of each size. batch: (prompt,
+    output) tokens in a batch."""
 
     count: int
-    shared: Shape
-    lengths: Sequence[Shape]
-    together: Sequence[int]
-    times: int
+    shared: TextShape
+    lengths: Sequence[TextShape]
+    batch_sizes: Sequence[int]
+    batches: int
     batch: tuple[int, int]
 
 
 FULL = SideScale(
     count=3,
-    shared=(KINDS, 128, 64, BOTH),
+    shared=(KINDS, 128, 64, TEMPERATURES),
     lengths=[
-        (["completion"], 16, 8, BOTH),
+        (["completion"], 16, 8, TEMPERATURES),
         (["completion"], 16, 512, GREEDY),
         (["editing", "question"], 1024, 64, GREEDY),
         (["continuation"], 1500, 32, GREEDY),
     ],
-    together=(1, 2, 4, 8),
-    times=3,
+    batch_sizes=(1, 2, 4, 8),
+    batches=3,
     batch=(64, 32),
 )
-QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, (64, 16))
+QUICK = SideScale(2, (["completion", "editing"], 128, 24, TEMPERATURES), [], (1, 4), 1, (64, 16))
 
 
-def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+def single_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
     """Jobs whose texts are decoded one at a time; jobs without any system are omitted."""
-    few = [system for system in chosen if system.among_few]
+    long_systems = [system for system in chosen if system.takes_long_jobs]
     groups = [(SHARED, scale.shared, chosen)]
-    groups += [(LENGTHS, shape, few) for shape in scale.lengths]
+    groups += [(LENGTHS, shape, long_systems) for shape in scale.lengths]
     return [
-        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
-        for group, (kinds, length, new, temperatures), some in groups
-        if some
+        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, group_systems)
+        for group, (kinds, length, new, temperatures), group_systems in groups
+        if group_systems
         for kind in kinds
         for loads in [prompts.many(kind, scale.count, length)]
         for temperature in temperatures
     ]
 
 
-def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+def batch_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
     """Jobs with batches, plain and with drafts, in float32."""
     some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
     length, new_tokens = scale.batch
     return [
         Job(TOGETHER, f"{size} together",
-            [prompts.many("completion", size, length) for _ in range(scale.times)],
+            [prompts.many("completion", size, length) for _ in range(scale.batches)],
             new_tokens, 0.0, some)
-        for size in scale.together
+        for size in scale.batch_sizes
         if some
     ]  # fmt: skip
 
@@ -108,20 +108,20 @@ def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> li
 def run(
     side: SideRun,
     chosen: Sequence[System],
-    works: Sequence[Sequence[Job]],
+    job_groups: Sequence[Sequence[Job]],
     prompt: list[int] | None,
 ) -> dict[str, Any]:
-    """Measure all jobs; returns the JSON object. works: groups of jobs, each with its own workers.
-    prompt: prompt for the measurement of memory; None to skip that."""
+    """Measure all jobs; returns the JSON object. job_groups: groups of jobs, each with its own
+    workers. prompt: prompt for the measurement of memory; None to skip that."""
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    cells = [cell for jobs in works if jobs for cell in side.measure(jobs, reader)]
+    cells = [cell for jobs in job_groups if jobs for cell in side.measure(jobs, reader)]
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA,
         "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
         "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
-        "cells": cells, "memory": side.memory(chosen, prompt) if prompt else {},
+        "cells": cells, "memory": side.measure_memory(chosen, prompt) if prompt else {},
         "loads": side.loads, "missing": side.missing, "facts": side.facts,
     }  # fmt: skip
 
@@ -160,16 +160,16 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     ])  # fmt: skip
     chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
     if args.model:
-        made = pair.own(args.model, args.draft)
-        chosen = [system for system in chosen if made.draft or system.mode in DRAFTLESS]
+        model_pair = pair.from_checkpoints(args.model, args.draft)
+        chosen = [system for system in chosen if model_pair.draft or system.mode in DRAFTLESS]
     else:
-        made = pair.make(shape, 0.8 if args.alpha is None else args.alpha, args.work)
-    side = SideRun(made, args.threads, args.work, clock)
+        model_pair = pair.make(shape, 0.8 if args.alpha is None else args.alpha, args.work)
+    side = SideRun(model_pair, args.threads, args.work, clock)
     if models == "seq2seq":
-        side.max_len, side.warm_ups = LONGEST, 1
+        side.max_len, side.warm_ups = SEQ2SEQ_MAX_LEN, 1
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
-        return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
-    side.max_len = min(side.max_len, made.context)
+        return run(side, chosen, [seq2seq.jobs(reading, model_pair, chosen, TEMPERATURES)], None)
+    side.max_len = min(side.max_len, model_pair.context)
     scale = QUICK if args.quick else FULL
     texts = [MEMORY_SHAPE, *(sizes for _, *sizes, _ in (scale.shared, *scale.lengths))]
     longest = max(map(sum, texts)) + GAMMA
@@ -177,12 +177,12 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         (longest > side.max_len, f"texts of {longest} tokens are longer than the model's "
          f"{side.max_len}", "Use --quick." if scale is FULL else "Use another --model."),
     ])  # fmt: skip
-    prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
+    prompts = Prompts(Tokenizer(model_pair.target / TOKENIZER_FILE), collect().held_out, seed=1)
     try:
-        works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
+        job_groups = [single_jobs(scale, prompts, chosen), batch_jobs(scale, prompts, chosen)]
     except ValueError as error:
         raise OutriderError("option", str(error), "Use a --model with another tokenizer.") from None
-    return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
+    return run(side, chosen, job_groups, prompts.completion(MEMORY_SHAPE[0]))
 
 
 SUITE = Suite(

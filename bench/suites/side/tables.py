@@ -1,7 +1,7 @@
 """The tables of the side-by-side benchmark, computed from its JSON object.
 
-A row has the figures (`run.told`) of one request, by system. Ratios are computed row by row, and
-their median is shown.
+A row has the figures (`run.text_figures`) of one request, by system. Ratios are computed row by
+row, and their median is shown.
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...core.clock import DISTURBED
+from ...core.clock import LOST_LIMIT
 from ...core.command import Results
-from ...core.costs import plain_steps
+from ...core.costs import describe_plain_steps
 from ...core.fit import Spread
-from ...core.machine import sentence
+from ...core.machine import summary_line
 from ...core.pair import SEQ2SEQ
-from ...core.table import MARKED, Column, Table, table_of
-from .run import DRAFT, OWN, SHARED, TOGETHER, Told
+from ...core.table import DISTURBED_MARK, Column, Table, make_table
+from .run import DRAFT, PLAIN, SHARED, TOGETHER, TextFigures
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
 CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
 MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
-ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
-OTHERS = (BASE, "genai plain", LLAMA)  # the peers in float32
-Row = Mapping[str, Told]
-ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
+EQUAL_BITS = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
+FLOAT32_PEERS = (BASE, "genai plain", LLAMA)  # the peers in float32
+Row = Mapping[str, TextFigures]
+F1, F2, F3 = ",.1f", ",.2f", ",.3f"
 # Figures that are ratios of two sums over texts.
 SHARES = {
     "tau": ("tokens", "rounds"), "of_examined": ("accepted", "examined"),
     "of_drafted": ("accepted", "drafted"), "host": ("host", "spent"), "read": ("bytes", "tokens"),
 }  # fmt: skip
 SPEEDS: tuple[Column, ...] = (
-    ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
-    ("encode", "encoder ms", ONE), ("whole", "whole text ms", ONE),
-    ("tau", "tau", TWO), ("of_examined", "of exam.", ".0%"),
+    ("speed", "tok/s", F1), ("floor", "floor ms", F2), ("first", "first token ms", F1),
+    ("encode", "encoder ms", F1), ("whole", "whole text ms", F1),
+    ("tau", "tau", F2), ("of_examined", "of exam.", ".0%"),
     ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
-    (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
-    (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (OWN, "x own", TWO),
+    (BASE, "x Transf.", F2), (LLAMA, "x llama", F2), (Q4, "x q4_0", F2),
+    (CT2, "x CTr.", F2), (CT2_INT8, "x int8", F2), (PLAIN, "x own", F2),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
-    ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
-    ("expected", "expected tau", TWO), ("predicted", "predicted", TWO),
-    ("measured", "measured", TWO), ("quotient", "ratio", TWO),
+    ("alpha", "alpha", F3), ("c", "c", F3), ("verify", "verify", F2), ("given", "tau", F2),
+    ("expected", "expected tau", F2), ("predicted", "predicted", F2),
+    ("measured", "measured", F2), ("quotient", "ratio", F2),
 )  # fmt: skip
 BYTES = "peak", "before", "weights", "cache"
 MEMORY: tuple[Column, ...] = (
     ("peak", "peak MiB", ",.0f"), ("before", "libraries", ",.0f"), ("weights", "weights", ",.0f"),
-    ("cache", "cache", ",.0f"), ("ratio", "peak / needed", TWO), ("own", "without libraries", TWO),
+    ("cache", "cache", ",.0f"), ("ratio", "peak / needed", F2), ("own", "without libraries", F2),
 )  # fmt: skip
 LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", ""), ("count", "loads", ""))
 GOAL: tuple[Column, ...] = (
@@ -65,7 +65,7 @@ def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> lis
     ]
 
 
-def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
+def figures_of(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     """The figures of one system by column key; empty if no text has more than one round.
 
     rate: memory bandwidth in bytes per second.
@@ -81,8 +81,8 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     found |= {"speed": 1 / found["token"]}
     found |= {key: 1e3 * found[key] for key in ("first", "encode", "whole") if key in found}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
-    found["disturbed"] = 2 * sum(t["lost"] > DISTURBED for t in texts) > len(texts)
-    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, OWN
+    found["disturbed"] = 2 * sum(t["lost"] > LOST_LIMIT for t in texts) > len(texts)
+    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, PLAIN
     gains = {base: ratios(rows, name, base) for base in bases}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
 
@@ -93,22 +93,22 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
     the speeds on each workload."""
     rate, title = results["bytes_per_second"], f"{group}, temperature {cells[0]['temperature']:g}"
     found = {
-        cell["name"]: {name: figures(cell["rows"], name, rate) for name in results["systems"]}
+        cell["name"]: {name: figures_of(cell["rows"], name, rate) for name in results["systems"]}
         for cell in cells
     }
     if group != SHARED:
-        every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
-        return [table_of(title, every, SPEEDS)]
+        all_figures = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
+        return [make_table(title, all_figures, SPEEDS)]
 
     def speed(figure: Mapping[str, Any]) -> str | None:
-        return f"{figure['speed']:,.1f}{MARKED * figure['disturbed']}" if figure else None
+        return f"{figure['speed']:,.1f}{DISTURBED_MARK * figure['disturbed']}" if figure else None
 
     rows = [row for cell in cells for row in cell["rows"]]
-    whole = {name: figures(rows, name, rate) for name in results["systems"]}
-    there = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
+    whole = {name: figures_of(rows, name, rate) for name in results["systems"]}
+    speeds = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
     return [
-        table_of(title, [(name, whole[name]) for name, _ in there], SPEEDS),
-        table_of(f"Tokens per second, temperature {cells[0]['temperature']:g}", there,
+        make_table(title, [(name, whole[name]) for name, _ in speeds], SPEEDS),
+        make_table(f"Tokens per second, temperature {cells[0]['temperature']:g}", speeds,
                  [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
@@ -119,11 +119,13 @@ def tables(results: Results) -> list[Table]:
     groups: dict[tuple[str, float], list[Results]] = {}
     for cell in cells:
         groups.setdefault((cell["group"], cell["temperature"]), []).append(cell)
-    made = [table for (group, _), some in groups.items() for table in _speeds(group, some, results)]
+    group_tables = [
+        table for (group, _), some in groups.items() for table in _speeds(group, some, results)
+    ]
     theory = [
         (f"{cell['name']}, temperature {cell['temperature']:g}", found)
         for cell in cells
-        if "quotient" in (found := figures(cell["rows"], DRAFT, rate))
+        if "quotient" in (found := figures_of(cell["rows"], DRAFT, rate))
     ]
     loads = [
         (worker, {"seconds": Spread.of(times), "count": len(times)})
@@ -134,16 +136,17 @@ def tables(results: Results) -> list[Table]:
         for name, sizes in results["memory"].items()
     ]
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
-    every = [
-        *made,
-        table_of("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
-        table_of("Memory, one process each", memory, MEMORY),
-        table_of("Time to load the target, from converted files", loads, LOADS,
+    wanted = [] if results["pair"]["alpha_wanted"] is None else goals(results)
+    all_tables = [
+        *group_tables,
+        make_table("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
+        make_table("Memory, one process each", memory, MEMORY),
+        make_table("Time to load the target, from converted files", loads, LOADS,
                  ["For Outrider this includes the draft, unless the process decodes without it."]),
-        table_of("Missing", missing, [("why", "reason", "")]),
-        table_of("Goals", [] if results["pair"]["alpha_wanted"] is None else goals(results), GOAL),
+        make_table("Missing", missing, [("why", "reason", "")]),
+        make_table("Goals", wanted, GOAL),
     ]  # fmt: skip
-    return [table for table in every if table.rows]
+    return [table for table in all_tables if table.rows]
 
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
@@ -151,33 +154,33 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
     rows = [row for some in alone for row in some]
     if results["pair"]["shape"] in SEQ2SEQ:
-        found = _reading_goals(rows)
+        found = _seq2seq_goals(rows)
         return [(name, _goal("least", bound, spread)) for name, bound, spread in found]
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
     memory = results["memory"].items()
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
     assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
     wanted: list[tuple[str, str, float, list[float]]] = [
-        ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, OWN, BASE)),
+        ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, PLAIN, BASE)),
         (
             "plain decoding, speed vs. llama.cpp float32 plain",
             "least",
             1.0,
-            ratios(rows, OWN, LLAMA),
+            ratios(rows, PLAIN, LLAMA),
         ),
         ("outrider draft, speed vs. Transformers plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
         (f"outrider draft, speed vs. {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
-        ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
+        ("outrider draft, speed vs. outrider plain", "least", 1.6, ratios(rows, DRAFT, PLAIN)),
         *_quantised_goals(rows),
         ("measured speedup / speedup predicted by Theorem 3.8", "least", 0.95, quotients),
-        ("time to first token, speed vs. the best peer", "least", 1.0, _firsts(rows)),
+        ("time to first token, speed vs. the best peer", "least", 1.0, _first_token_ratios(rows)),
         ("seconds to load the bundle", "most", 2.0, loads),
         ("peak memory / (weights + cache), per mode", "most", 1.2, peaks),
     ]
-    return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
+    return [(name, _goal(kind, bound, Spread.of(found))) for name, kind, bound, found in wanted]
 
 
-def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
+def _seq2seq_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
     """The goals of encoder-decoders: names, minimum values, measured values. Encoders are excluded
     unless the name mentions them."""
     own = "outrider"
@@ -203,7 +206,7 @@ def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]
 
 def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[float]]]:
     found: list[tuple[str, str, float, list[float]]] = []
-    for own, theirs in ALIKE.items():
+    for own, theirs in EQUAL_BITS.items():
         plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
         peer = f"llama.cpp {theirs} plain"
         for fast, slow, bound in ((plain, peer, 1.0), (draft, peer, 1.5), (draft, plain, 1.5)):
@@ -211,20 +214,21 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
     return found
 
 
-def _goal(side: str, bound: float, found: Spread | None) -> dict[str, Any]:
+def _goal(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
     met = "not measured"
-    if found is not None:
-        met = "no" if (found.median < bound if side == "least" else found.median > bound) else "yes"
-    return {"wanted": f"at {side} {bound:g}", "found": found and str(found), "met": met}
+    if spread is not None:
+        missed = spread.median < bound if kind == "least" else spread.median > bound
+        met = "no" if missed else "yes"
+    return {"wanted": f"at {kind} {bound:g}", "found": spread and str(spread), "met": met}
 
 
-def _firsts(rows: Iterable[Row]) -> list[float]:
+def _first_token_ratios(rows: Iterable[Row]) -> list[float]:
     """The best peer's time to the first token over Outrider's, for each row."""
     found = []
     for row in rows:
-        others = [row[name]["first"] for name in OTHERS if name in row]
-        if OWN in row and others:
-            found.append(min(others) / row[OWN]["first"])
+        others = [row[name]["first"] for name in FLOAT32_PEERS if name in row]
+        if PLAIN in row and others:
+            found.append(min(others) / row[PLAIN]["first"])
     return found
 
 
@@ -232,12 +236,12 @@ def heading(results: Results) -> str:
     """The conditions of the figures: the machine, the pair, the floor."""
     pair, rate = results["pair"], results["bytes_per_second"]
     widths = (facts.get("plain_width", 0) for facts in results["facts"].values())
-    plain = "".join(f"; {plain_steps(width)}" for width in {*widths} - {0})
+    plain = "".join(f"; {describe_plain_steps(width)}" for width in {*widths} - {0})
     models: str = pair["shape"]
     if pair["alpha_wanted"] is not None:
         models = f"a pair of shape {models}, requested acceptance rate {pair['alpha_wanted']:g}"
     return (
-        f"{sentence(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
+        f"{summary_line(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
         f"read at {rate / 1e9:.1f} GB/s; the floor of a token is the time to read the weights and "
         "the cache of its round at that rate. Ratios are computed prompt by prompt; the median is "
         "given. * other processes took over 2 % of the time of most texts."

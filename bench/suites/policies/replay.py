@@ -27,21 +27,21 @@ from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
-from ...core.runs import fresh, plain_options
+from ...core.runs import fresh_engine, plain_options
 
 
 @dataclass(frozen=True)
-class Story:
-    """A text to replay. ids: prompt and text. stands: for each position, whether a draft token
+class ReplayText:
+    """A text to replay. ids: prompt and text. accepted: for each position, whether a draft token
     would be accepted there."""
 
     ids: Sequence[int]
-    stands: Sequence[bool]
+    accepted: Sequence[bool]
 
 
-def story(
+def sample_text(
     engine: TextEngine, prompt: Sequence[int], tokens: int, seed: int, options: Mapping[str, Any]
-) -> Story:
+) -> ReplayText:
     """Generate a text, and the acceptance decisions for the draft model. options: "temperature",
     and optionally "draft_temperature"."""
     plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
@@ -51,12 +51,12 @@ def story(
     assert draft is not None
     p = _distributions(engine, engine.decoder.target, ids, temperature)
     q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
-    coins = np.random.default_rng(seed).random(len(ids))
-    stands = [False] + [
-        bool(mine.prob(token) > coin * theirs.prob(token))
-        for theirs, mine, token, coin in zip(p, q, ids[1:], coins, strict=False)
+    uniforms = np.random.default_rng(seed).random(len(ids))
+    accepted = [False] + [
+        bool(q_next.prob(token) > uniform * p_next.prob(token))
+        for p_next, q_next, token, uniform in zip(p, q, ids[1:], uniforms, strict=False)
     ]
-    return Story(ids, stands)
+    return ReplayText(ids, accepted)
 
 
 def _distributions(
@@ -73,29 +73,29 @@ def _distributions(
     return found
 
 
-class Retelling:
+class ReplaySampler:
     """A sampler that does the work of `inner`, for one slot with drawn drafts, but returns the
-    tokens of `story`."""
+    tokens of `text`."""
 
     def __init__(self, inner: Sampler):
         self.inner, self.vocab_size = inner, inner.vocab_size
-        self.story = Story([], [])
-        self._place: SlotSampling
+        self.text = ReplayText([], [])
+        self._slot: SlotSampling
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        (self._place,) = places
-        self.inner.begin(places)
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
+        (self._slot,) = slots
+        self.inner.begin(slots)
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         drawn = self.inner.draw(logits, step, first_slot=first_slot)
-        place = self._place.position + step
-        token = self.story.ids[place]
-        if not self.story.stands[place]:
+        position = self._slot.position + step
+        token = self.text.ids[position]
+        if not self.text.accepted[position]:
             token = int(drawn[0]) if drawn[0] != token else (token + 1) % self.vocab_size
         return np.array([token])
 
     def stop(self, b: int, gamma: int) -> None:
-        self._place = replace(self._place, gamma=gamma)
+        self._slot = replace(self._slot, gamma=gamma)
         self.inner.stop(b, gamma)
 
     def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
@@ -107,16 +107,16 @@ class Retelling:
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
     ) -> list[Verdict]:
         (verdict,) = self.inner.verify(logits, draft_logits, first_slot=first_slot)
-        begin, gamma = self._place.position, self._place.gamma
-        accepted = [*self.story.stands[begin : begin + gamma], False].index(False)
+        begin, gamma = self._slot.position, self._slot.gamma
+        accepted = [*self.text.accepted[begin : begin + gamma], False].index(False)
         ratios = (verdict.ratios + (1.0,) * gamma)[: min(gamma, accepted + 1)]
-        return [Verdict(accepted, self.story.ids[begin + accepted], ratios)]
+        return [Verdict(accepted, self.text.ids[begin + accepted], ratios)]
 
 
-def retelling(engine: TextEngine) -> tuple[TextEngine, Retelling]:
-    """An engine with the same models, on the CPU, that replays a story, one text at a time; and the
-    sampler to set the story on."""
+def replaying_engine(engine: TextEngine) -> tuple[TextEngine, ReplaySampler]:
+    """An engine with the same models, on the CPU, that replays texts, one at a time; and the
+    sampler to set the text on."""
     rounds = engine.decoder.rounds
     assert isinstance(rounds, HostRounds)
-    sampler = Retelling(rounds.sampler)
-    return fresh(engine, HostRounds(rounds.target, rounds.draft, sampler)), sampler
+    sampler = ReplaySampler(rounds.sampler)
+    return fresh_engine(engine, HostRounds(rounds.target, rounds.draft, sampler)), sampler

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 FIRST, LAST = "outrider_begin", "outrider_commit"
-MOST = 10  # kinds of kernels that are listed
-NAME = 90  # characters of a name
+MAX_KINDS = 10  # kinds of kernels that are listed
+NAME_LENGTH = 90  # characters of a name
 
 
 class Kernel(NamedTuple):
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     end: float
 
 
-def profiled(work: Callable[[], object]) -> list[Kernel]:
+def profile_kernels(work: Callable[[], object]) -> list[Kernel]:
     """What the device executes during `work`."""
     import torch
     from torch._C._autograd import DeviceType
@@ -60,7 +60,7 @@ def longest_round(kernels: Sequence[Kernel]) -> list[Kernel]:
     return largest[len(largest) // 2] if largest else []
 
 
-def summed_up(kernels: Sequence[Kernel]) -> dict[str, Any]:
+def summarise(kernels: Sequence[Kernel]) -> dict[str, Any]:
     """Summary of one round, whose kernels are in order. gap_share: share of the time from its first
     to its last kernel in which no kernel runs."""
     span = max(k.end for k in kernels) - kernels[0].begin
@@ -68,7 +68,7 @@ def summed_up(kernels: Sequence[Kernel]) -> dict[str, Any]:
     gaps = sum(max(0.0, after.begin - before.end) for before, after in pairwise(kernels))
     kinds: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        kinds[kernel.name[:NAME]].append(kernel.end - kernel.begin)
+        kinds[kernel.name[:NAME_LENGTH]].append(kernel.end - kernel.begin)
     largest = sorted(kinds.items(), key=lambda item: -sum(item[1]))
     return {
         "kernels": len(kernels), "span_us": round(span, 1), "gap_share": round(gaps / span, 4),
@@ -76,6 +76,6 @@ def summed_up(kernels: Sequence[Kernel]) -> dict[str, Any]:
         "largest": [
             {"name": name, "count": len(each), "us": round(sum(each), 1),
              "share": round(sum(each) / span, 4)}
-            for name, each in largest[:MOST]
+            for name, each in largest[:MAX_KINDS]
         ],
     }  # fmt: skip

@@ -22,16 +22,16 @@ class Measurement:
     """texts[gamma]: one text per prompt, in their order. lost: seconds for which threads waited for
     a core, per second of measuring."""
 
-    found: Findings
+    findings: Findings
     texts: Mapping[int, Sequence[Stats]]
     lost: float = 0.0
 
-    def expected(self, gamma: int) -> float:
+    def expected_speedup(self, gamma: int) -> float:
         """The speedup of Theorem 3.8 with the measured cost of a verification of this width."""
-        found = self.found
+        found = self.findings
         return speedup(found.alpha, gamma, found.costs.draft, found.costs.verify[gamma])
 
-    def ratios(self, gamma: int) -> list[float]:
+    def measured_speedups(self, gamma: int) -> list[float]:
         """For each prompt, the speedup over plain decoding, without the prefill."""
         return [
             (a.round_tokens / a.time_rounds) / (b.round_tokens / b.time_rounds)
@@ -39,7 +39,7 @@ class Measurement:
         ]
 
 
-def take(
+def measure_prompts(
     engine: TextEngine,
     prompts: Sequence[str],
     temperature: float,

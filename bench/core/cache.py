@@ -13,9 +13,9 @@ from pathlib import Path
 from .machine import CHECKOUT
 
 
-def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> Path:
+def cached_folder(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> Path:
     """`folder`, filled by `make` unless it is up to date with the files below `sources`."""
-    files = sorted(path for source in sources for path in source.rglob("*") if _counts(path))
+    files = sorted(path for source in sources for path in source.rglob("*") if _is_source(path))
     wanted = json.dumps([[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in files])
     stamp = folder.with_name(f"{folder.name}.made-of.json")
     if folder.is_dir() and stamp.is_file() and stamp.read_text() == wanted:
@@ -45,6 +45,6 @@ def run_module(module: str, *arguments: object) -> str | None:
     return f"ended with status {process.returncode}: {last}" if process.returncode else None
 
 
-def _counts(path: Path) -> bool:
+def _is_source(path: Path) -> bool:
     """Whether the result may depend on this file; Python's compiled files do not count."""
     return path.is_file() and "__pycache__" not in path.parts

@@ -14,13 +14,13 @@ from runtime.backends.engine import Engine
 from runtime.bundle import load
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 from runtime.sequence import ActiveSequence
-from runtime.sequence import Request as Asked
+from runtime.sequence import Request as RuntimeRequest
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
-from ..core.clock import Sample, sampled
-from ..core.pair import bundle
-from .protocol import Request, Setup, Steps
+from ..core.clock import Sample, sample_in_turn
+from ..core.pair import build_bundle
+from .protocol import Request, Setup, StepsRequest
 from .worker import Arrivals
 
 WARM_UPS = 3  # of a step
@@ -33,7 +33,7 @@ class OutriderWorker:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._folder = bundle(
+        self._folder = build_bundle(
             setup.target, setup.draft, setup.work, max_len=setup.max_len, precision=setup.precision
         )
 
@@ -66,17 +66,17 @@ class OutriderWorker:
                 if request.begin:
                     options = replace(options, source=prompt)
                 ids = list(request.begin or prompt)
-                asked = self.engine.request(ids, options)
+                runtime_request = self.engine.request(ids, options)
                 if request.begin:
-                    notes = {"encode": self._encode(asked)}
-                joined = decoder.admit(asked)
-                numbers[joined] = number
-                arrivals.add([(number, [token.id for token in joined.output])])
+                    notes = {"encode": self._encode(runtime_request)}
+                sequence = decoder.admit(runtime_request)
+                numbers[sequence] = number
+                arrivals.add([(number, [token.id for token in sequence.output])])
             while running := [x for x in numbers if x.finish_reason is None]:
-                had = {x: len(x.output) for x in running}
+                lengths = {x: len(x.output) for x in running}
                 decoder.round(running)
                 arrivals.add(
-                    (numbers[x], [token.id for token in x.output[had[x] :]]) for x in running
+                    (numbers[x], [token.id for token in x.output[lengths[x] :]]) for x in running
                 )
             for sequence, number in numbers.items():
                 arrivals.texts[number].notes = {**sequence.stats.summary(), **notes}
@@ -84,19 +84,19 @@ class OutriderWorker:
             for sequence in numbers:
                 decoder.release(sequence)
 
-    def _encode(self, asked: Asked) -> float:
+    def _encode(self, request: RuntimeRequest) -> float:
         """Run the encoders, the target's and the draft's (which would otherwise run later); returns
         the seconds. Discards the source that the slot may still hold from another mode's text."""
         begin, decoder = time.perf_counter(), self.engine.decoder
-        drafts = decoder.draft is not None and asked.gamma and asked.draft == "model"
+        drafts = decoder.draft is not None and request.gamma and request.draft == "model"
         for model in (decoder.target, decoder.draft if drafts else None):
             if model is not None:
                 model.held.encoded(0, ())
-                model.encode(0, asked.source)
+                model.encode(0, request.source)
         return time.perf_counter() - begin
 
-    def steps(self, request: Steps) -> dict[str, list[Sample]]:
-        """See `Steps`."""
+    def time_steps(self, request: StepsRequest) -> dict[str, list[Sample]]:
+        """See `StepsRequest`."""
         decoder, position = self.engine.decoder, np.full(request.slots, request.position)
 
         def call(engine: Engine, width: int) -> Callable[[], object]:
@@ -107,9 +107,9 @@ class OutriderWorker:
         if decoder.draft is not None:
             calls["draft"] = call(decoder.draft, 1)
         with self.engine.undisturbed():
-            for work in [*calls.values()] * (WARM_UPS - 1):  # `sampled` does the last one
+            for work in [*calls.values()] * (WARM_UPS - 1):  # `sample_in_turn` does the last one
                 work()
-            return sampled(calls, rounds=request.rounds, patience=request.patience)
+            return sample_in_turn(calls, rounds=request.rounds, patience=request.patience)
 
 
 def _options(request: Request) -> dict[str, Any]:
