@@ -19,7 +19,7 @@ from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import log_softmax
 from ..sequence import Token
 from .mel import MelFrames
-from .timestamps import Cut, TimestampRule, cut
+from .timestamps import TimedTokens, TimestampRule, split_window
 from .windows import Windows
 
 CONTEXT_TEMPERATURE = 0.5  # a text sampled at this or above is not used as context for the next
@@ -178,13 +178,13 @@ class Transcriber:
         """For each window its segments, and the frame up to which the recording is transcribed."""
         timed = self._options.timestamps or windows.frames > windows.width
         if self.language is None and self._languages:
-            self.language = self._detect_language(windows.at(0))
+            self.language = self._detect_language(windows.window_at(0))
         begin, latest = self._prompt(timed), self._facts.max_initial_timestamp_index
         processors = [TimestampRule(self._no_timestamps, self._end, latest)] if timed else []
-        previous: list[Cut] = []
+        previous: list[TimedTokens] = []
         seek, use_context = 0, self._options.condition_on_prev_tokens
         while seek < windows.frames:
-            window, frames = windows.at(seek), min(windows.width, windows.frames - seek)
+            window, frames = windows.window_at(seek), min(windows.width, windows.frames - seek)
             context = self._previous_text(previous) if use_context and previous else []
             self.window_count += 1
             tokens, temperature = self._window_tokens(
@@ -194,18 +194,18 @@ class Transcriber:
                 self._options.condition_on_prev_tokens and temperature < CONTEXT_TEMPERATURE
             )
             if tokens is None:
-                cuts, step = list[Cut](), frames
+                parts, step = list[TimedTokens](), frames
             else:  # a text without requested timestamps rarely has any
-                cuts, step = cut(
+                parts, step = split_window(
                     tokens,
                     zero=self._no_timestamps + 1,
                     seek=seek,
                     frames=frames,
                     seconds=self._seconds,
                 )
-            previous += cuts
+            previous += parts
             seek += step
-            segments = [Segment(x.begin, x.end, self.decode(x.tokens), x.tokens) for x in cuts]
+            segments = [Segment(x.begin, x.end, self.decode(x.tokens), x.tokens) for x in parts]
             yield segments, min(seek, windows.frames)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -224,7 +224,7 @@ class Transcriber:
             prompt += [self._languages[self.language], self._facts.task_to_id[self._options.task]]
         return prompt if timed else [*prompt, self._no_timestamps]
 
-    def _previous_text(self, previous: Sequence[Cut]) -> list[int]:
+    def _previous_text(self, previous: Sequence[TimedTokens]) -> list[int]:
         """The previous text, as context of a window. If a segment ends in a pair of timestamps, the
         second one begins the next segment and is left out."""
         text: list[int] = []
