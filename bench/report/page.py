@@ -24,7 +24,7 @@ from runtime.files.folders import replacing
 from runtime.files.manifest import Manifest
 from runtime.text.options import Options
 from runtime.theory.formulas import speedup
-from runtime.theory.measure import told
+from runtime.theory.measure import format_report
 
 from ..core import machine
 from ..core.clock import Clock
@@ -39,8 +39,8 @@ BUSY = 0.1  # value of `Measurement.lost` above which the page shows a warning
 
 
 def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
-    """The page as HTML. text: `told` of the measurement. Text from models, prompts and bundles is
-    escaped."""
+    """The page as HTML. text: `format_report` of the measurement. Text from models, prompts and
+    bundles is escaped."""
     image = png(lambda axes: speed_plot(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -173,7 +173,7 @@ def _main(args: argparse.Namespace) -> int:
     check_page(page.resolve())
     measurement = take(engine, prompts, args.temperature, args.tokens, clock.note)
     facts = facts_of(engine.manifest, args, len(prompts))
-    text = told(measurement.found, len(prompts), args.temperature, args.tokens)
+    text = format_report(measurement.found, len(prompts), args.temperature, args.tokens)
     write(render(engine.manifest.name, facts, text, measurement), page.resolve())
     print(page.resolve())
     return 0

@@ -21,7 +21,7 @@ from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
 from ..text.results import Result
-from ..theory.measure import findings
+from ..theory.measure import summarise
 from . import report
 from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
@@ -134,7 +134,7 @@ def _costs(
     None if there was no plain step."""
     stats = result.stats
     if plain is not None and plain.stats.rounds and stats.drafted:
-        return findings({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
+        return summarise({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
     known = engine.decoder.costs.get(draft)
     return known.timed(1) if known else None
 
