@@ -29,7 +29,7 @@ from ..files.errors import is_whole, out_of_range
 from ..files.manifest import MOST_GAMMA
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
-from ..sampling.warp import NO_TOKEN, broken_row, within
+from ..sampling.warp import NO_TOKEN, broken_row_error, ids_within
 from .pool import Pool, PoolStats, Tokens
 
 NO_TOKEN_ADDED = -1  # in place of a token: the hypothesis stays as it is
@@ -132,7 +132,7 @@ def beam_search(
 
     def forbid(scores: npt.NDArray[Any], tokens: Tokens) -> None:
         if len(tokens) < min_new_tokens:
-            scores[within([*end_ids], len(scores))] = -np.inf
+            scores[ids_within([*end_ids], len(scores))] = -np.inf
         text = np.array([*prompt, *tokens], np.int64)
         for processor in processors:
             processor(scores, text, len(prompt))
@@ -162,7 +162,7 @@ def beam_search(
             beam = advance_beam(beam, known, width, vocab_size, end_ids, forbid)
             stats.steps += 1
         if not beam:
-            raise broken_row(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
+            raise broken_row_error(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
         stats.accepted += stats.steps - previous_steps - 1
     # Sorting is stable: hypotheses with equal length-penalised scores stay in beam order.
     beam.sort(key=lambda one: -one.score / len(one.tokens) ** length_penalty)

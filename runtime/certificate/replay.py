@@ -18,7 +18,7 @@ from ..backends.engine import Engine, Logits
 from ..calls import prefill, readable, wide
 from ..sampling.distribution import Distribution
 from ..sampling.philox import Purpose, uniform
-from ..sampling.processors import process
+from ..sampling.processors import apply_processors
 from ..sampling.warp import warp
 from ..sequence import Request
 from ..slots import Slot
@@ -97,7 +97,7 @@ class Replay:
         where = f"{model}, teacher-forced, output token {len(text)}"
         if request.processors:
             row = row.copy()  # the plain row is read again
-            process(
+            apply_processors(
                 request.processors, row, params, context, suppress, of_draft=model == "draft",
                 where=where, output_start=len(request.prompt),
             )  # fmt: skip

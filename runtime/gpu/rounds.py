@@ -183,7 +183,7 @@ class DeviceRounds(Programs):
         if found["status"]:
             slot = sequence.slot
             asked = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
-            return SlotResult.broken(kernel.failure(kernel.load(), found, asked))
+            return SlotResult.broken(kernel.verdict_error(kernel.load(), found, asked))
         verdict = Verdict(
             int(found["accepted"]), int(found["token"]), tuple(ratios[: found["examined"]])
         )

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..files.errors import OutriderError
 from ..files.library import LIBRARY, find_library
-from .rules import no_draft_logits
+from .rules import no_draft_logits_error
 from .sampler import Array, Ids, SlotSampling
-from .warp import broken_row
+from .warp import broken_row_error
 
 ABI_VERSION = 12
 MAX_THREADS = 64
@@ -133,12 +133,12 @@ def available() -> bool:
     return unavailable() is None
 
 
-def failure(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> OutriderError:
+def verdict_error(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> OutriderError:
     """The error that describes a verdict (of `VERDICT`) with a nonzero status."""
     if verdict["status"] == _NO_DRAFT_LOGITS:
-        return no_draft_logits()
-    where = place.where(verdict["row"], ("target", "draft")[verdict["model"]])
-    return broken_row(where, status_text(library, int(verdict["status"])))
+        return no_draft_logits_error()
+    where = place.row_name(verdict["row"], ("target", "draft")[verdict["model"]])
+    return broken_row_error(where, status_text(library, int(verdict["status"])))
 
 
 def fill_slot(slots: Array, b: int, place: SlotSampling) -> object:

@@ -72,7 +72,7 @@ class RoundSampler:
         for b, place in enumerate(self._places):
             if place.processors and step < place.gamma:
                 row = logits[place.index - first_slot, : self.draft_vocab_size]
-                place.process(row, self.drafts[b, :step], "draft")
+                place.apply_processors(row, self.drafts[b, :step], "draft")
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
             _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows,
@@ -138,7 +138,7 @@ class RoundSampler:
             if place.processors and count > 0:
                 rows = logits[place.index - first_slot, :count, :vocab_size]
                 for i, row in enumerate(rows):
-                    place.process(row, self.drafts[b, :i], model)
+                    place.apply_processors(row, self.drafts[b, :i], model)
 
     def _rows(
         self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
@@ -160,7 +160,7 @@ class RoundSampler:
             raise ValueError(status_text(self._library, status))
         b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
         failed, place = self._verdicts[b], self._places[b]
-        raise kernel.failure(self._library, failed, place)
+        raise kernel.verdict_error(self._library, failed, place)
 
 
 def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from .coupled import settle
+from .coupled import select_by_noise
 from .distribution import Distribution
 from .philox import Purpose, uniform
 from .rules import Verdict, verify
@@ -80,7 +80,7 @@ class NumpySampler:
     def _given(
         self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None
     ) -> list[Distribution]:
-        if draft_logits is None or place.params.settled:
+        if draft_logits is None or place.params.is_deterministic:
             return [Distribution.point(token, self.vocab_size) for token in drafts]
         row = place.index - self._draft_slot
         return [
@@ -92,23 +92,23 @@ class NumpySampler:
     ) -> Distribution:
         """The distribution of the token after `drafted`, computed in the same way for p and q."""
         row = row[: self.vocab_size]
-        place.process(row, drafted, model)
+        place.apply_processors(row, drafted, model)
         warped = warp(
             row,
             place.params,
-            place.text(drafted) if place.params.reads_context else (),
-            suppress=place.suppressed(drafted),
-            where=place.where(len(drafted), model),
+            place.text_with(drafted) if place.params.reads_context else (),
+            suppress=place.suppressed_after(drafted),
+            where=place.row_name(len(drafted), model),
             output_start=place.output_start,
         )
         if place.params.verify == "coupled":
-            return settle(warped, place.params.seed, place.position + len(drafted))
+            return select_by_noise(warped, place.params.seed, place.position + len(drafted))
         return warped
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
         """The uniform of the token `step` positions ahead; 0 if point masses ignore it."""
         params = place.params
-        if params.settled:
+        if params.is_deterministic:
             return 0.0
         # Block verification uses all uniforms of its round, so no later round may use them again.
         lane = place.position if params.verify == "block" else 0

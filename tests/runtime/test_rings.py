@@ -138,7 +138,7 @@ class Dice:
     ) -> list[Verdict]:
         verdicts = []
         for place, drafts in zip(self.places, self.drafts, strict=True):
-            gamma, text = place.gamma, place.text(()).tolist()
+            gamma, text = place.gamma, place.text_with(()).tolist()
             expected = self.texts.after(0, [*text, *drafts[:gamma]])[len(text) - 1 :]
             rows = logits[place.index - first_slot, : gamma + 1]
             if (-rows[:, V - 2]).tolist() != expected:
