@@ -85,7 +85,7 @@ class ChainDraft(Draft):
             slot_sampling(sequence, len(guess), tokens[sequence], seeds[sequence])
             for sequence, guess in zip(active, guesses, strict=True)
         ])  # fmt: skip
-        inner.give(guesses)
+        inner.set_drafts(guesses)
         verdicts = inner.verify(logits, first_slot=first)
         for sequence, guess, verdict in zip(active, guesses, verdicts, strict=True):
             mine, slot = tokens[sequence], sequence.slot.index

@@ -93,7 +93,7 @@ class Proposer:
         if with_rows:
             self._steps(drafts, drafted)
         if not with_rows or any(draft.at_once for draft in with_rows):
-            self._sampler.give(list(drafted.tokens.values()), span(drafts or gammas)[0])
+            self._sampler.set_drafts(list(drafted.tokens.values()), span(drafts or gammas)[0])
         return drafted
 
     def _of(self, sequence: ActiveSequence) -> Draft:
@@ -179,7 +179,7 @@ class Proposer:
                 row = logits[sequence.slot.index - first, : self.sources.width]
                 if confidence(row, token, scale(sequence)) < threshold:
                     gammas[sequence] = step + 1
-                    self._sampler.stop(b, step + 1)
+                    self._sampler.reduce_gamma(b, step + 1)
 
     def _buffer(self, gamma: int) -> Logits:
         """A buffer [gamma or more, S, V] for rows that are not in an engine's buffer."""

@@ -76,15 +76,15 @@ class SlotSampling:
 
 
 class Sampler(Protocol):
-    """Samples one round at a time: call `begin`, then `draw` for each draft step or `give` once,
-    then `verify`.
+    """Samples one round at a time: call `begin`, then `draw` for each draft step or `set_drafts`
+    once, then `verify`.
 
     vocab_size: the width that target and draft share.
     """
 
     vocab_size: int
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
         """Start a round of these slots. All results are in this order."""
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
@@ -95,10 +95,10 @@ class Sampler(Protocol):
         where step >= gamma. Raises OutriderError("numeric") for a broken row.
         """
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         """Reduce the number of draft tokens of the b-th slot to gamma."""
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         """Set the draft tokens of every slot, gamma each, in place of `draw`.
 
         Their distributions are those of the draft logits passed to `verify`, for the slots from

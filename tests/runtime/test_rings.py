@@ -111,8 +111,8 @@ class Dice:
         self.vocab_size, self.texts, self.dice = V, texts, dice
         self.q = 0
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        self.places, self.drafts = list(places), [list[int]() for _ in places]
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
+        self.places, self.drafts = list(slots), [list[int]() for _ in slots]
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         if self.dice.random() < 0.01:
@@ -127,10 +127,10 @@ class Dice:
                 self.drafts[b].append(int(drawn[b]))
         return drawn
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         self.places[b] = replace(self.places[b], gamma=gamma)
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         self.drafts, self.draft_slot = [list(tokens) for tokens in drafts], first_slot
 
     def verify(

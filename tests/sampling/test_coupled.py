@@ -118,7 +118,7 @@ def test_the_drafts_decide_nothing(library):
         drafts = [token if i != wrong else 699 - token for i, token in enumerate(own[:4])]
         sampler = open_sampler(library(), 700, 4)
         sampler.begin([SlotSampling(params, 4, 50)])
-        sampler.give([drafts])
+        sampler.set_drafts([drafts])
         (verdict,) = sampler.verify(target[None])
         assert (verdict.accepted, verdict.token) == (wrong, own[wrong])
         assert verdict.ratios == (1.0,) * wrong + (0.0,) * (wrong < 4)

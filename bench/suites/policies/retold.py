@@ -82,9 +82,9 @@ class Retelling:
         self.story = Story([], [])
         self._place: SlotSampling
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        (self._place,) = places
-        self.inner.begin(places)
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
+        (self._place,) = slots
+        self.inner.begin(slots)
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         drawn = self.inner.draw(logits, step, first_slot=first_slot)
@@ -94,14 +94,14 @@ class Retelling:
             token = int(drawn[0]) if drawn[0] != token else (token + 1) % self.vocab_size
         return np.array([token])
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         self._place = replace(self._place, gamma=gamma)
-        self.inner.stop(b, gamma)
+        self.inner.reduce_gamma(b, gamma)
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         if any(drafts):
             raise NotImplementedError("drafts whose tokens are not drawn one by one")
-        self.inner.give(drafts, first_slot)
+        self.inner.set_drafts(drafts, first_slot)
 
     def verify(
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
