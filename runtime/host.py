@@ -56,7 +56,7 @@ def open_rounds(
     }  # fmt: skip
     if pair.draft and pair.draft.encoder and pair.draft.encoder.shared:
         engines["draft"].read_states_of(engines["target"])
-    if cause := kernel.unavailable():
+    if cause := kernel.unavailable_reason():
         logger.warning(
             "sampling in NumPy and attention over all rows, several times slower: %s", cause
         )

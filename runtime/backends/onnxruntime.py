@@ -112,7 +112,8 @@ class OrtEngine(HostEngine[Any]):
         if facts.host_alone and not kernel.available():
             raise OutriderError(
                 "backend",
-                f"{folder} has quantised weights, which need liboutrider: {kernel.unavailable()}",
+                f"{folder} has quantised weights, which need liboutrider: "
+                f"{kernel.unavailable_reason()}",
                 "Run make plugins, or install a wheel that includes it.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
@@ -178,7 +179,7 @@ class OrtCudaEngine(PreparedEngine):
 
     @classmethod
     def check(cls) -> None:
-        if cause := unavailable():
+        if cause := unavailable_reason():
             raise OutriderError("backend", cause, NEWER)
 
     def capturing(self) -> AbstractContextManager[object]:
@@ -216,7 +217,7 @@ class OrtCudaEngine(PreparedEngine):
             )
 
 
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """None if ONNX Runtime has its CUDA provider; otherwise the cause, in one line."""
     try:
         import onnxruntime as ort

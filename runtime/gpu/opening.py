@@ -19,7 +19,7 @@ from .rounds import DeviceRounds
 def open_device(manifest: Manifest, folder: Path, ordinal: int) -> Device:
     """Open the GPU and check that the bundle's engines and the kernel run on it. Raises
     OutriderError "backend", "option"."""
-    if cause := kernel.unavailable():
+    if cause := kernel.unavailable_reason():
         raise OutriderError("backend", f"GPU rounds need the kernel: {cause}", "Run make plugins.")
     device = Device(ordinal)
     check_gpu(manifest, folder, device.capability)

@@ -1,7 +1,7 @@
 """liboutrider, the native sampling kernel: loading it, and the structures of its interface.
 
 The library is part of the wheel; `make plugins` builds it into build/lib. If it is missing,
-`unavailable()` returns the reason, and `reference.NumpySampler` and the portable graph (in place of
+`unavailable_reason()` says why, and `reference.NumpySampler` and the portable graph (in place of
 `HOST_FILE`) do the same work several times slower. The interface is plugins/include/outrider.h;
 `native` draws and verifies through it.
 """
@@ -120,7 +120,7 @@ def load_file(path: Path) -> ctypes.CDLL:
     return library
 
 
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why the kernel cannot be used and what to do, in one line; None if it can."""
     try:
         load()
@@ -130,7 +130,7 @@ def unavailable() -> str | None:
 
 
 def available() -> bool:
-    return unavailable() is None
+    return unavailable_reason() is None
 
 
 def verdict_error(library: ctypes.CDLL, verdict: Any, sampling: SlotSampling) -> OutriderError:

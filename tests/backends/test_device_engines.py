@@ -31,7 +31,7 @@ from runtime import load
 from runtime.backends import onnxruntime as ort_cuda
 from runtime.backends.aotinductor import ALIGNMENT, AotiCudaEngine, TorchGpu, load_weights
 from runtime.backends.device import DeviceCall, DeviceEngine
-from runtime.backends.onnxruntime import OrtCudaEngine, unavailable
+from runtime.backends.onnxruntime import OrtCudaEngine, unavailable_reason
 from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -366,7 +366,7 @@ def test_a_version_that_does_not_tell(ort: OnDevice, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-@pytest.mark.skipif(unavailable() is None, reason="the provider is here")
+@pytest.mark.skipif(unavailable_reason() is None, reason="the provider is here")
 def test_a_provider_that_does_not_start(ort: OnDevice) -> None:
     ort.cls = OrtCudaEngine
     refused(ort.engine, "cannot start on this GPU", ort_cuda.LIBRARIES)
@@ -376,9 +376,9 @@ def test_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    assert "part of onnxruntime-gpu" in str(unavailable())
+    assert "part of onnxruntime-gpu" in str(unavailable_reason())
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [ort_cuda.PROVIDER])
-    assert unavailable() is None
+    assert unavailable_reason() is None
 
 
 # --- torch ----------------------------------------------------------------------------------------

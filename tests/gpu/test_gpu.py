@@ -216,7 +216,7 @@ def test_each_backend_has_its_engine(
     def note(self: object, *arguments: Any, **options: Any) -> None:
         calls.append((arguments, options))
 
-    monkeypatch.setattr("runtime.backends.onnxruntime.unavailable", lambda: None)
+    monkeypatch.setattr("runtime.backends.onnxruntime.unavailable_reason", lambda: None)
     engine = device_engine(backend)
     assert engine.__module__ == f"runtime.backends.{module}"
     monkeypatch.setattr(engine, "__init__", note)
@@ -227,7 +227,7 @@ def test_each_backend_has_its_engine(
     assert options == {"slots": 1, "widest": 5}
 
 
-@pytest.mark.skipif(ort_cuda.unavailable() is None, reason="onnxruntime-gpu is installed")
+@pytest.mark.skipif(ort_cuda.unavailable_reason() is None, reason="onnxruntime-gpu is installed")
 def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
     with pytest.raises(OutriderError, match="has no CUDAExecutionProvider") as caught:
         gpu.open_engine(
@@ -237,6 +237,6 @@ def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
 
 
 def test_the_kernel_is_needed(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "unavailable", lambda: "there is no compiler")
+    monkeypatch.setattr(kernel, "unavailable_reason", lambda: "there is no compiler")
     with pytest.raises(OutriderError, match="GPU rounds need the kernel: there is no compiler"):
         load(llama_bundle, device="cuda")

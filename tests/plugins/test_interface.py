@@ -124,7 +124,9 @@ def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "FOLDERS", (tmp_path,))
     kernel.load.cache_clear()
     try:
-        assert kernel.unavailable().startswith("liboutrider.so was not found. Run make plugins")
+        assert kernel.unavailable_reason().startswith(
+            "liboutrider.so was not found. Run make plugins"
+        )
         assert not kernel.available()
         (tmp_path / "liboutrider.so").write_bytes(b"not a library")
         with pytest.raises(OutriderError, match="cannot be loaded"):

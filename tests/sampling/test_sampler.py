@@ -24,7 +24,7 @@ from runtime.sampling.softmax import largest
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
-needs_kernel = pytest.mark.skipif(not kernel.available(), reason=str(kernel.unavailable()))
+needs_kernel = pytest.mark.skipif(not kernel.available(), reason=str(kernel.unavailable_reason()))
 
 
 def no_library(path: Path | None = None) -> None:

@@ -71,7 +71,7 @@ class KernelWithUniforms(RoundSampler):
 def make_sampler(vocab_size: int, draft_vocab_size: int, slots: int, max_gamma: int) -> Sampler:
     if SAMPLER == "numpy":
         return NumpySampler(vocab_size)
-    if cause := kernel.unavailable():
+    if cause := kernel.unavailable_reason():
         pytest.skip(cause)
     return KernelWithUniforms(vocab_size, max_gamma, slots, 1, draft_vocab_size)
 
