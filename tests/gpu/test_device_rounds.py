@@ -122,14 +122,14 @@ def test_a_device_that_is_not_told_who_takes_part_is_noticed(
 ) -> None:
     """Control: whoever took part last does so again."""
     expected = wander(host(monkeypatch, slots=2), 0)
-    real = DeviceRounds._upload_turns
+    real = DeviceRounds._upload_gammas
 
     def upload(self: DeviceRounds, wanted: dict, batch: int) -> None:
         real(self, wanted or {r: g for r, g in told.items() if r.slot.index < batch}, batch)
         told.update(wanted)
 
     told: dict[ActiveSequence, int] = {}
-    with broken("gpu.rounds.DeviceRounds._upload_turns", upload):
+    with broken("gpu.rounds.DeviceRounds._upload_gammas", upload):
         try:
             found = wander(decoder_on(driver, slots=2), 0)
         except (OutriderError, AssertionError):
