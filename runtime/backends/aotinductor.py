@@ -206,7 +206,7 @@ class TorchGpu:
 
     def __init__(self, cuda: Cuda, stream: int):
         self._torch = import_torch()
-        cuda.use()  # torch uses the current device
+        cuda.make_current()  # torch uses the current device
         self._torch.cuda.init()
         self.index, self.device = cuda.ordinal, f"cuda:{cuda.ordinal}"
         self._stream = self._torch.cuda.ExternalStream(stream, self.device)

@@ -167,12 +167,12 @@ class DeviceEngine(ABC):
             )
         if (need := int(position.max()) + width) > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
-        self.cuda.use()
+        self.cuda.make_current()
         ids, at, index, logits = self._own
         for address, array in ((ids, input_ids), (at, position), (index, logits_index)):
             self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
         self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
-        self.cuda.wait(self.stream)
+        self.cuda.wait_for_stream(self.stream)
         return self.rows(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)
 
     def rows(self, address: int, count: int) -> Logits:

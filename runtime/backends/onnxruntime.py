@@ -162,7 +162,7 @@ class OrtCudaEngine(PreparedEngine):
             "user_compute_stream": str(self.stream),
             "use_tf32": "0",  # the bundle was checked in full float32
         }
-        self.cuda.use()
+        self.cuda.make_current()
         self._session = open_session(
             folder / GRAPH_FILE, facts, [(self._provider, provider)], 1,
             record_ep_graph_assignment_info="1",

@@ -144,7 +144,9 @@ class TensorRtEngine(DeviceEngine):
                 f"{self._library} refuses profile {profile}: {self._said()}",
                 "Build the bundle again.",
             )
-        self.cuda.wait(self.stream)  # the switch may copy, from temporary memory of the library
+        self.cuda.wait_for_stream(
+            self.stream
+        )  # the switch may copy, from temporary memory of the library
         return context
 
     def _load(self, path: Path) -> Any:

@@ -34,10 +34,10 @@ class LoopingRounds(DeviceRounds):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, ahead=False, **options)
         self._result_bytes = results_dtype(self._sizes.slots, self._sizes.max_gamma).itemsize
-        self._ring = self._device.pinned(RING_ENTRIES * self._result_bytes).reshape(
+        self._ring = self._device.allocate_pinned(RING_ENTRIES * self._result_bytes).reshape(
             RING_ENTRIES, self._result_bytes
         )
-        counters = self._device.pinned(3 * CACHE_LINE)
+        counters = self._device.allocate_pinned(3 * CACHE_LINE)
         counters[:] = 0
         self._written_count, self._read_count, self._stop = (
             counters[i * CACHE_LINE :][:4].view(np.uint32) for i in range(3)
@@ -60,7 +60,7 @@ class LoopingRounds(DeviceRounds):
         super().forget(sequence)
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
-        self._device.use()
+        self._device.make_current()
         gammas = {plan.sequence: plan.gamma for plan in plans}
         use_loop = all(plan.sequence.request.logprobs is None for plan in plans)
         if self._running_loop and (self._running_loop[1] != gammas or not use_loop):
@@ -105,7 +105,7 @@ class LoopingRounds(DeviceRounds):
         seen = int(self._read_count[0])
         while int(self._written_count[0]) == seen:
             # Check in this order: the loop may have written a round just before it ended.
-            if self._device.done(self._stream) and int(self._written_count[0]) == seen:
+            if self._device.is_stream_done(self._stream) and int(self._written_count[0]) == seen:
                 self._running_loop = None
                 return None
             time.sleep(POLL_SECONDS)
@@ -117,9 +117,9 @@ class LoopingRounds(DeviceRounds):
     def _end_loop(self) -> None:
         """Stop the loop after its current round, and keep the rounds that nobody has read."""
         if self._running_loop is not None:
-            self._device.use()
+            self._device.make_current()
             self._stop[0] = 1
-            self._device.wait(self._stream)
+            self._device.wait_for_stream(self._stream)
             while flight := self._next_round():
                 for sequence in flight.gammas:
                     self._unread_rounds.setdefault(sequence, deque()).append(flight)

@@ -109,7 +109,7 @@ class Programs(Rounds):
         # First run it without any sequences: engines prepare what cannot be done in a capture.
         self._upload_gammas({}, shape.batch)
         enqueue_all(program)
-        self._device.wait(self._stream)
+        self._device.wait_for_stream(self._stream)
         try:
             with ExitStack() as stack:
                 for engine in (self.target, self.draft):

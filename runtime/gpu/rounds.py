@@ -76,7 +76,7 @@ class DeviceRounds(Programs):
 
     def start(self, sequence: ActiveSequence) -> SlotResult:
         begin = time.perf_counter()
-        self._device.use()
+        self._device.make_current()
         index = sequence.slot.index
         self._upload_sequence(sequence)
         logits = self._prefill(
@@ -96,7 +96,7 @@ class DeviceRounds(Programs):
         return result
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
-        self._device.use()
+        self._device.make_current()
         result = RoundResult()
         new = []
         for plan in plans:
@@ -130,7 +130,7 @@ class DeviceRounds(Programs):
         if in_flight := self._pending.pop(sequence, None):
             self._mark_read(in_flight, sequence)
         if sequence.error is not None:
-            self._device.use()
+            self._device.make_current()
             self.clear(sequence)
 
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
@@ -162,7 +162,7 @@ class DeviceRounds(Programs):
             memory, event = self._free_downloads.pop()
         else:
             size = results_dtype(self._sizes.slots, self._sizes.max_gamma).itemsize
-            memory, event = self._device.pinned(size), self._device.event()
+            memory, event = self._device.allocate_pinned(size), self._device.create_event()
         end = shape.results_dtype.itemsize
         self._device.download(memory[:end], self._buffers.results, self._stream)
         self._device.record(event, self._stream)
@@ -173,7 +173,7 @@ class DeviceRounds(Programs):
     ) -> SlotResult:
         """Wait for the round, and read this sequence's results."""
         if in_flight.results is None:
-            self._device.wait_for(in_flight.event)
+            self._device.wait_for_event(in_flight.event)
             in_flight.results = in_flight.shape.read(in_flight.memory.copy())
         results = in_flight.results
         if result is not None and not in_flight.timed:
@@ -264,7 +264,7 @@ class DeviceRounds(Programs):
                 )
                 slot.draft_len, any_rows = need, True
         if any_rows:
-            self._device.wait(self._stream)  # once per text, to measure the time
+            self._device.wait_for_stream(self._stream)  # once per text, to measure the time
             result.time_draft_prefill = time.perf_counter() - begin
 
     def _prefill(

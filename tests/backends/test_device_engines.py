@@ -91,7 +91,7 @@ class OnDevice:
         self.backend = read_bundle(bundle).backend
         self.cls = ENGINES[self.backend]
         self.device = make_device(driver)
-        self.stream = self.device.stream()
+        self.stream = self.device.create_stream()
 
     def engine(self, role: str = "target", slots: int = SLOTS, **change: Any) -> Any:
         facts = replace(getattr(self.pair, role), **change)

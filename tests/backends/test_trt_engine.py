@@ -52,7 +52,7 @@ class Bench:
             for p in PROFILES
         ]
         self.device = make_device(self.driver)
-        self.stream = self.device.stream()
+        self.stream = self.device.create_stream()
 
     def engine(self, role: str, model: Any, *, slots: int = SLOTS, **file: Any) -> TensorRtEngine:
         fake = FakeEngine(model, slots=SLOTS, capacity=CAPACITY, order=None)

@@ -221,7 +221,7 @@ def test_what_is_no_error_of_a_capture_is_raised(
 def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.ndarray:
     """The sequence's structure, after all that was launched."""
     driver.drain()
-    address = decoder.rounds._at.sequences + sequence.slot.index * SEQUENCE.itemsize
+    address = decoder.rounds._buffers.sequences + sequence.slot.index * SEQUENCE.itemsize
     return np.frombuffer(ctypes.string_at(address, SEQUENCE.itemsize), SEQUENCE)
 
 

@@ -110,7 +110,7 @@ def make_rounds(
     """rounds: `DeviceRounds` or `LoopingRounds`; dtype: of logits; options: its own."""
     driver = driver or make_driver()
     device = make_device(driver)
-    stream = device.stream()
+    stream = device.create_stream()
     engines = [
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)
