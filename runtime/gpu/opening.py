@@ -40,7 +40,7 @@ def open_rounds(
     of activations and buffers. Raises OutriderError "backend", "memory"."""
     memory.update(working_memory(manifest, slots))
     if sum(memory.values()) > device.memory_info()[0]:
-        device_engine(manifest.backend).give_back()
+        device_engine(manifest.backend).release_unused_memory()
     check_free_memory(memory, *device.memory_info())
     pair, stream = manifest.pair, device.create_stream()
     engines = {

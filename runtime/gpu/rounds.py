@@ -202,7 +202,7 @@ class DeviceRounds(Programs):
     def _download_logits(self, row: int, count: int) -> Logits:
         """Copy the target's logits of the last round from the device."""
         address = self._buffers.target_logits + row * count * self.target.row_bytes
-        return self.target.rows(address, count)
+        return self.target.read_logits(address, count)
 
     def _mark_read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
         """Record that this sequence has read the results. Their memory may be reused even if the

@@ -127,7 +127,7 @@ def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.Monkey
     """Control: the stand-in would find out."""
 
     def shared(self: TensorRtEngine, call: DeviceCall, graph: object = None) -> None:
-        context = self._contexts[0] = self._bind(self._contexts.get(0), call, lasting=True)
+        context = self._contexts[0] = self._bind(self._contexts.get(0), call, for_graph=True)
         assert context.execute_async_v3(self.stream)
 
     monkeypatch.setattr(TensorRtEngine, "enqueue", shared)

@@ -172,7 +172,9 @@ def test_memory_that_a_library_keeps_is_no_reason_to_refuse(
     """Fault: a closed engine's weights, which torch keeps for itself, are room that is missing."""
     room, on_fake_gpu._memory = on_fake_gpu._memory, 2**16
     monkeypatch.setattr(
-        DeviceEngine, "give_back", classmethod(lambda _: setattr(on_fake_gpu, "_memory", room))
+        DeviceEngine,
+        "release_unused_memory",
+        classmethod(lambda _: setattr(on_fake_gpu, "_memory", room)),
     )
     assert load(llama_bundle, device="cuda").generate("some words", max_new_tokens=3).tokens
 
