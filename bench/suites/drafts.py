@@ -167,7 +167,7 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
         found.append({"section": group.section, "name": group.name, **figures(texts, most)})
     return {
         "bundle": engine.manifest.name, "machine": machine.describe(threads),
-        "plain_width": engine.decoder.target.narrowest,
+        "plain_width": engine.decoder.target.min_width,
         "texts": scale.texts, "tokens": scale.tokens, "counted_tokens": tokens, "groups": found,
     }  # fmt: skip
 

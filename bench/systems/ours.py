@@ -48,7 +48,7 @@ class OutriderWorker:
             "parameters": self.engine.manifest.pair.target.parameters,
             "draft_weights": self._step_bytes("draft"),
             "cache_element": 4,
-            "plain_width": self.engine.decoder.target.narrowest,
+            "plain_width": self.engine.decoder.target.min_width,
         }
 
     def _step_bytes(self, role: str) -> int:

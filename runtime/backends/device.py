@@ -69,16 +69,17 @@ class DeviceEngine(ABC):
         engine: EngineFacts | None = None,
         *,
         slots: int,
-        widest: int,
+        max_outputs: int,
     ):
         """Open the engine of one model of a bundle: the graph in `folder`, or the file there that
-        was compiled from it (`engine`). slots, widest: see `HostEngine`. Raises OutriderError."""
+        was compiled from it (`engine`). slots, max_outputs: as in `HostEngine`. Raises
+        OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk = min(CHUNK, self.capacity)
-        self.narrowest = 1  # GPU libraries choose kernels by width anyway
+        self.min_width = 1  # GPU libraries choose kernels by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
-        self._max_outputs = widest
+        self._max_outputs = max_outputs
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
         self._open(folder, facts, engine)

@@ -150,14 +150,14 @@ class Engine(Protocol):
     or beyond its position, so rolling back means calling with a lower position.
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
-    narrowest: the least N of a call that decides tokens; a narrower one may round differently.
+    min_width: the least N of a call that decides tokens; a narrower one may round differently.
     vocab_size: V of the logits. held: a record of the rows; empty if the engine keeps none.
     """
 
     slots: int
     capacity: int
     chunk: int
-    narrowest: int
+    min_width: int
     vocab_size: int
     held: HeldRows
 

@@ -44,7 +44,7 @@ class HostEngine(ABC, Generic[Call]):
     """
 
     _library: ClassVar[str]  # name of the library, for errors
-    least_width: ClassVar[int] = 1  # a target's `narrowest`, if it was not measured
+    default_min_width: ClassVar[int] = 1  # a target's `min_width`, if it was not measured
 
     def __init__(
         self,
@@ -52,22 +52,22 @@ class HostEngine(ABC, Generic[Call]):
         facts: GraphFacts,
         *,
         slots: int,
-        widest: int,
+        max_outputs: int,
         buffers: int = 1,
         threads: int = 0,
-        narrowest: int = 1,
+        min_width: int = 1,
     ):
-        """folder: the model's, in the bundle. slots, narrowest: see `Engine`. widest: the largest K
-        of a call. buffers: number of calls whose logits are kept, evenly spaced in memory if the
-        calls have the same shape. threads: 0 leaves the choice to the library. Raises OutriderError
-        "backend"."""
+        """folder: the model's, in the bundle. slots, min_width: as in `Engine`. max_outputs: the
+        largest K of a call. buffers: number of calls whose logits are kept, evenly spaced in memory
+        if the calls have the same shape. threads: 0 leaves the choice to the library. Raises
+        OutriderError "backend"."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self.narrowest = min(CHUNK, self.capacity), narrowest
+        self.chunk, self.min_width = min(CHUNK, self.capacity), min_width
         self._open(folder, facts, threads)
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
         self._position = np.zeros(slots, np.int64)
-        self._index = np.zeros(widest, np.int64)
-        self._logits = np.zeros((buffers, slots * widest * self.vocab_size), np.float32)
+        self._index = np.zeros(max_outputs, np.int64)
+        self._logits = np.zeros((buffers, slots * max_outputs * self.vocab_size), np.float32)
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
         self.rows = 0  # S, for now

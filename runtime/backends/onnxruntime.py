@@ -108,7 +108,7 @@ class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
-    least_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
+    default_min_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         if facts.host_alone and not kernel.available():

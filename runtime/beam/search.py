@@ -105,8 +105,8 @@ def beam_search(
 
     target, draft: engines that can copy rows (`Pool`). Slots are used from the first on, and their
     contents are lost; if there are fewer slots than sequences, the rest go into further calls.
-    gamma: steps drafted per round, less than the K (`widest`) that the target was opened for; 0, or
-    no draft, is plain beam search. draft_width: width of the draft's beam, at least `width`; None
+    gamma: steps drafted per round, less than the target's largest K (`max_outputs`); 0, or no
+    draft, is plain beam search. draft_width: width of the draft's beam, at least `width`; None
     for twice that. max_len: longest prompt + output. draft_max_len: the draft's own context length,
     beyond which nothing is drafted. vocab_size: number of tokens; logits beyond are padding, and a
     draft with fewer tokens proposes none of the others. length_penalty: affects the ranking of the

@@ -160,7 +160,7 @@ def check(
     texts = generated.texts
     tokens = sum(map(len, texts))
     transforms, mismatches, rounding = _replay(engine, request, generated, on_progress)
-    identical = rounding.identical if width > 1 and engine.bits.of_gamma else None
+    identical = rounding.identical if width > 1 and engine.bits.independent_of_gamma else None
     bound = min(2 * rounding.largest, _max_bound(engine.manifest.pair.target.dtype, rounding.scale))
     near_ties = tuple(m for m in mismatches if m.margin <= bound and identical is None)
     violations = tuple(m for m in mismatches if m not in near_ties)

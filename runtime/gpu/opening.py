@@ -46,7 +46,7 @@ def open_rounds(
     engines = {
         role: open_engine(
             manifest, folder / role, role, facts, device, stream, slots=slots,
-            widest=pair.max_gamma + 1 if role == "target" else 1,
+            max_outputs=pair.max_gamma + 1 if role == "target" else 1,
         )
         for role, facts in pair.models()
     }  # fmt: skip

@@ -97,7 +97,7 @@ class OnDevice:
         facts = replace(getattr(self.pair, role), **change)
         return self.cls(
             self.device, self.stream, self.bundle / role, facts, slots=slots,
-            widest=self.pair.max_gamma + 1 if role == "target" else 1,
+            max_outputs=self.pair.max_gamma + 1 if role == "target" else 1,
         )  # fmt: skip
 
     def decoder(self, **options: Any) -> Decoder:
@@ -110,7 +110,7 @@ class OnDevice:
 
     def on_host(self) -> Any:
         return host_engine(self.backend)(
-            self.bundle / "target", self.pair.target, slots=SLOTS, widest=GAMMA + 1, threads=1
+            self.bundle / "target", self.pair.target, slots=SLOTS, max_outputs=GAMMA + 1, threads=1
         )
 
     def texts_on_host(self) -> list[list[int]]:

@@ -36,7 +36,12 @@ def bundle(
 def open_target(bundle: Path, slots: int = 1, buffers: int = 1) -> Any:
     manifest = read_bundle(bundle)
     return host_engine(manifest.backend)(
-        bundle / "target", manifest.pair.target, slots=slots, widest=5, buffers=buffers, threads=1
+        bundle / "target",
+        manifest.pair.target,
+        slots=slots,
+        max_outputs=5,
+        buffers=buffers,
+        threads=1,
     )
 
 

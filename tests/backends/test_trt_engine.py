@@ -63,7 +63,7 @@ class Bench:
         made: TensorRtEngine = kind(
             self.device, self.stream, self.folder, facts_of(fake),
             EngineFacts("", path.name, ["sm90"], PROFILES),
-            slots=slots, widest=GAMMA + 1,
+            slots=slots, max_outputs=GAMMA + 1,
         )  # fmt: skip
         self.library.cache_of[made._engine] = made.caches["key_0"][0]
         self.library.stride = made.cache_address("key_0", 1) - made.cache_address("key_0", 0)

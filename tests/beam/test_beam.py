@@ -332,7 +332,7 @@ class Bundle:
         manifest = read_bundle(self.folder, verify=False)
         return host_engine(manifest.backend)(
             self.folder / role, getattr(manifest.pair, role), slots=slots,
-            widest=manifest.pair.max_gamma + 1 if role == "target" else 1, threads=1,
+            max_outputs=manifest.pair.max_gamma + 1 if role == "target" else 1, threads=1,
         )  # fmt: skip
 
 

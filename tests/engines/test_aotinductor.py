@@ -356,7 +356,7 @@ def test_attention_of_every_size_is_the_same_attention(
     usual = workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor") / "target"
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 33))
     found, expected = (
-        AotiEngine(folder, facts, slots=1, widest=1, threads=1).forward(
+        AotiEngine(folder, facts, slots=1, max_outputs=1, threads=1).forward(
             tokens, np.zeros(1, np.int64), np.array([32])
         )
         for folder in (tmp_path, usual)

@@ -222,18 +222,18 @@ def test_each_backend_has_its_engine(
     engine = device_engine(backend)
     assert engine.__module__ == f"runtime.backends.{module}"
     monkeypatch.setattr(engine, "__init__", note)
-    gpu.open_engine(made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5)
+    gpu.open_engine(made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, max_outputs=5)
     ((arguments, options),) = calls
     assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)
     assert getattr(engine, "module", backend) == backend
-    assert options == {"slots": 1, "widest": 5}
+    assert options == {"slots": 1, "max_outputs": 5}
 
 
 @pytest.mark.skipif(ort_cuda.unavailable_reason() is None, reason="onnxruntime-gpu is installed")
 def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
     with pytest.raises(OutriderError, match="has no CUDAExecutionProvider") as caught:
         gpu.open_engine(
-            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5
+            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, max_outputs=5
         )
     assert "onnxruntime-gpu" in caught.value.remedy
 

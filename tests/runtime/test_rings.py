@@ -72,10 +72,10 @@ class Shadow(Engine):
 
     def __init__(
         self, texts: Texts, dice: np.random.Generator, states: StateFacts,
-        slots: int, capacity: int, narrowest: int = 1,
+        slots: int, capacity: int, min_width: int = 1,
     ):  # fmt: skip
         self.texts, self.dice, self.states = texts, dice, states
-        self.slots, self.capacity, self.narrowest = slots, capacity, narrowest
+        self.slots, self.capacity, self.min_width = slots, capacity, min_width
         self.held = HeldRows(slots, V, states)
         self.ring = [[-1] * states.rows for _ in range(slots)]
 
@@ -199,7 +199,7 @@ def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counte
     dice, known, seen = np.random.default_rng(seed), Texts(), Counter[str]()
     states, slots = StateFacts([[1, 1]], rows, reach), 3 - seed % 3
     options = known, dice, states, slots, MAX_LEN + max_gamma + 1
-    target, draft = Shadow(*options, narrowest=1 + seed % 2), Shadow(*options)
+    target, draft = Shadow(*options, min_width=1 + seed % 2), Shadow(*options)
     outer, inner = Dice(known, dice), Dice(known, dice)
     rounds = HostRounds(target, draft, outer, inner)
     decoder = Decoder(

@@ -130,7 +130,7 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
     few = {"weights": weights, "draft_weights": weights} if weights else {}
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
-        assert session.facts.one_text == engine.bits.of_gamma
+        assert session.facts.one_text == engine.bits.independent_of_gamma
         assert in_step(engine, session, requests(engine, 60, random), random) > 500
 
 

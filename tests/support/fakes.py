@@ -133,12 +133,12 @@ class FakeEngine(Engine):
         order: int | None = 2,
         rounding: float = 0.0,
         buffers: int = 9,
-        narrowest: int = 1,
+        min_width: int = 1,
         alone: float = 0.0,
     ):
         self.model, self.order, self.rounding, self.alone = model, order, rounding, alone
         self.vocab_size, self.slots = vocab_size, slots
-        self.capacity, self.chunk, self.narrowest = capacity, chunk, narrowest
+        self.capacity, self.chunk, self.min_width = capacity, chunk, min_width
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
         self.buffers, self.held = buffers, HeldRows(slots, vocab_size)
