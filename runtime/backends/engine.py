@@ -29,8 +29,10 @@ def state_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
 
 def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     """H and D of what an encoder stores in a slot, in the contract's order; empty without one."""
-    left = facts.encoder
-    return _by_layer(cross_key=left.key_shapes, cross_value=left.value_shapes) if left else {}
+    encoder = facts.encoder
+    return (
+        _by_layer(cross_key=encoder.key_shapes, cross_value=encoder.value_shapes) if encoder else {}
+    )
 
 
 def _by_layer(**sides: list[list[int]]) -> dict[str, tuple[int, int]]:

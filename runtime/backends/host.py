@@ -25,8 +25,8 @@ from .engine import (
 )
 
 Call = TypeVar("Call")
-STATES = "encoder_states"
-MOST_CALLS = 1024  # prepared calls that are kept: kilobytes each, more for a deep model
+STATES_OUTPUT = "encoder_states"
+MAX_PREPARED_CALLS = 1024  # prepared calls that are kept: kilobytes each, more for a deep model
 
 
 class HostEngine(ABC, Generic[Call]):
@@ -70,24 +70,24 @@ class HostEngine(ABC, Generic[Call]):
         self._logits = np.zeros((buffers, slots * max_outputs * self.vocab_size), np.float32)
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
-        self.rows = 0  # S, for now
+        self.row_count = 0  # S, for now
         rings = facts.states.rows if facts.states else 0
         self._rings = {
             name: self._zeros(slots, heads, rings, width)
             for name, (heads, width) in state_shapes(facts).items()
         }
-        self._calls: dict[tuple[int, ...], tuple[Call, Logits]] = {}
+        self._prepared: dict[tuple[int, ...], tuple[Call, Logits]] = {}
         self._source_shapes = source_shapes(facts)
         self._source: dict[str, Any] = {}
         self._source_length = np.ones(slots, np.int64)  # attention needs at least one row
-        self.source_rows = 0  # E, for now
-        self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
-        self._states_of: HostEngine[Any] | None = None
+        self.source_row_count = 0  # E, for now
+        self._fixed_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
+        self._states_engine: HostEngine[Any] | None = None
         self._keeps_states = False
         # [1, E, D] by slot: the encoder's output before the decoder's own projections.
         self._states: dict[int, npt.NDArray[Any]] = {}
         if self._source_shapes:
-            self._reserve_source(self._all_rows or 1)
+            self._reserve_source(self._fixed_rows or 1)
         self.held = HeldRows(slots, self.vocab_size, facts.states)
 
     @classmethod
@@ -155,23 +155,25 @@ class HostEngine(ABC, Generic[Call]):
         self._position[:batch] = position
         self._index[:outputs] = logits_index
         shape = (first_slot, batch, width, outputs, buffer)
-        prepared = self._calls.get(shape)
+        prepared = self._prepared.get(shape)
         if prepared is None:
             prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
-                if len(self._calls) >= MOST_CALLS:  # one for each first slot, last slot and width
-                    self._calls.clear()
-                self._calls[shape] = prepared
+                if (
+                    len(self._prepared) >= MAX_PREPARED_CALLS
+                ):  # one for each first, last slot and width
+                    self._prepared.clear()
+                self._prepared[shape] = prepared
         call, logits = prepared
         for slot, start in enumerate(position.tolist(), first_slot):
             self.held.overwrites(slot, start, width)
-        with self._running(f"{batch} slots x {width} tokens"):
+        with self._translate_errors(f"{batch} slots x {width} tokens"):
             self._run(call)
         self.held.wrote(first_slot, input_ids, position)
         return logits
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Run the library within. Raises OutriderError "memory" or "backend" if it fails."""
         try:
             yield
@@ -198,33 +200,33 @@ class HostEngine(ABC, Generic[Call]):
 
     def _encode_into(self, slot: int, source: Source) -> None:
         if isinstance(source, Features):
-            read: npt.NDArray[Any] = source.array
-            what = f"{len(read)} x {read.shape[1]} features"
+            inputs: npt.NDArray[Any] = source.array
+            what = f"{len(inputs)} x {inputs.shape[1]} features"
         else:
-            read = np.array(source, np.int64)
-            read[read >= self.vocab_size] = 0
-            what = f"{len(read)} tokens"
-        read = read[None]
-        if self._states_of is not None:
-            self._states_of.encode(slot, source)
-            read = self._states_of._states[slot]
-        names = [*self._source_shapes, *([STATES] if self._keeps_states else [])]
-        with self._running(f"a source of {what}"):
-            rows = self._encode(read, names)
-        length = self._all_rows or read.shape[1]
+            inputs = np.array(source, np.int64)
+            inputs[inputs >= self.vocab_size] = 0
+            what = f"{len(inputs)} tokens"
+        inputs = inputs[None]
+        if self._states_engine is not None:
+            self._states_engine.encode(slot, source)
+            inputs = self._states_engine._states[slot]
+        names = [*self._source_shapes, *([STATES_OUTPUT] if self._keeps_states else [])]
+        with self._translate_errors(f"a source of {what}"):
+            outputs = self._encode(inputs, names)
+        length = self._fixed_rows or inputs.shape[1]
         self.held.encoded(slot, ())  # an interrupt then leaves the slot without a source
         self._reserve_source(length)
         if self._keeps_states:
-            self._states[slot] = rows.pop(STATES)
-        for name, found in rows.items():
-            self._source[name][slot, :, :length] = found[0]
+            self._states[slot] = outputs.pop(STATES_OUTPUT)
+        for name, output in outputs.items():
+            self._source[name][slot, :, :length] = output[0]
         self._source_length[slot] = length
         self.held.encoded(slot, source)
 
     def read_states_of(self, target: HostEngine[Any]) -> None:
         """From now on, read the states that the target's encoder computed from a source, in place
         of the source itself. Both engines have the same number of slots."""
-        self._states_of, target._keeps_states = target, True
+        self._states_engine, target._keeps_states = target, True
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot to another, whose rows from there on are garbage.
@@ -251,43 +253,43 @@ class HostEngine(ABC, Generic[Call]):
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         start = int(position[0])
         # No round goes back this far, so this is another text, whose first rows may be held.
-        another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
-        if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
+        new_text = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
+        if need <= self.row_count and not (new_text and need <= self.row_count // 2 >= FIRST_ROWS):
             return
-        rows = self._doubled(need)
-        kept = start if another else self.rows
-        other = self._grown(self._shapes, rows, self._cache, kept)
-        if another:
+        rows = self._round_up_rows(need)
+        kept = start if new_text else self.row_count
+        grown = self._reallocate(self._shapes, rows, self._cache, kept)
+        if new_text:
             self.held.cut(0, kept)
-        self._calls.clear()  # they contain the old addresses
-        self._cache, self.rows = other, rows
+        self._prepared.clear()  # they contain the old addresses
+        self._cache, self.row_count = grown, rows
 
-    def _doubled(self, need: int) -> int:
+    def _round_up_rows(self, need: int) -> int:
         """The next power of two, from `FIRST_ROWS` to the capacity: while growing, each row is
         copied about once in total."""
         return min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
 
-    def _grown(
+    def _reallocate(
         self, shapes: Mapping[str, tuple[int, int]], rows: int, arrays: Mapping[str, Any], kept: int
     ) -> dict[str, Any]:
         """New arrays of `rows` rows with the first `kept` rows of the old ones. All are complete
         before any is used, so that an interrupt or a lack of memory changes nothing."""
-        other = {}
+        grown = {}
         for name, (heads, width) in shapes.items():
-            other[name] = self._zeros(self.slots, heads, rows, width)  # why zero: `Engine.clear`
+            grown[name] = self._zeros(self.slots, heads, rows, width)  # why zero: `Engine.clear`
             if kept:
-                other[name][:, :, :kept] = arrays[name][:, :, :kept]
-        return other
+                grown[name][:, :, :kept] = arrays[name][:, :, :kept]
+        return grown
 
     def _reserve_source(self, need: int) -> None:
         """Make enough rows for a source of this length, by the same rule. With several slots their
         number never shrinks, since the other slots' sources may need them."""
-        if need > (self._all_rows or self.capacity):
+        if need > (self._fixed_rows or self.capacity):
             raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
-        rows = self._all_rows or self._doubled(need)
-        if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
+        rows = self._fixed_rows or self._round_up_rows(need)
+        if rows == self.source_row_count or (rows < self.source_row_count and self.slots > 1):
             return
-        kept = min(rows, self.source_rows)
-        other = self._grown(self._source_shapes, rows, self._source, kept)
-        self._calls.clear()
-        self._source, self.source_rows = other, rows
+        kept = min(rows, self.source_row_count)
+        grown = self._reallocate(self._source_shapes, rows, self._source, kept)
+        self._prepared.clear()
+        self._source, self.source_row_count = grown, rows

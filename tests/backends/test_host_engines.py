@@ -69,13 +69,13 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
     """The control: one that forgets its rows."""
     growing, forgetful = open_target(bundle, slots), open_target(bundle, slots)
     rows, real = [], growing._reserve
-    monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.rows)))
+    monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.row_count)))
     reserve = forgetful._reserve
 
     def forget(position: np.ndarray, width: int) -> None:
-        before = forgetful.rows
+        before = forgetful.row_count
         reserve(position, width)
-        if 0 < before < forgetful.rows:
+        if 0 < before < forgetful.row_count:
             for array in forgetful._cache.values():
                 array[:] = 0
 
@@ -92,10 +92,10 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_one_slot_starts_small_again(bundle: Path) -> None:
     engine = open_target(bundle)
     first = [logits.copy() for logits in walk(engine)]
-    assert engine.rows == engine.capacity
+    assert engine.row_count == engine.capacity
     again = walk(engine)
     np.testing.assert_array_equal(next(again), first[0])
-    assert engine.rows == 16
+    assert engine.row_count == 16
 
 
 @pytest.mark.parametrize("start", [12, 0])
@@ -153,7 +153,7 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
 
 def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: of many slots there are thousands, and each took memory until the engine closed."""
-    monkeypatch.setattr(host, "MOST_CALLS", 4)
+    monkeypatch.setattr(host, "MAX_PREPARED_CALLS", 4)
     engine, ids = open_target(bundle, 3), np.arange(5)[None]
     first, again = (
         [
@@ -163,7 +163,7 @@ def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.Monkey
         ]
         for _ in range(2)
     )
-    assert 0 < len(engine._calls) <= 4
+    assert 0 < len(engine._prepared) <= 4
     np.testing.assert_array_equal(first, again)
 
 

@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
         import torch
 
         engine._cache = {name: torch.from_numpy(array) for name, array in engine._cache.items()}
-    engine._calls.clear()  # they have the addresses
+    engine._prepared.clear()  # they have the addresses
     for position in range(prompt, prompt + STEPS):
         for cache in caches.values():
             cache.allow_row(position)

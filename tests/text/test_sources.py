@@ -113,9 +113,9 @@ def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.Monke
     said = [expected(t5[0], source) for source in SOURCES]
     three = one_thread(t5[1], 3)
     assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
-    assert three.decoder.target.source_rows == MAX_LEN
+    assert three.decoder.target.source_row_count == MAX_LEN
     one, rows = one_thread(t5[1], 1), []
     for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
         assert texts(one, [greedy(source, 4)]) == [text]
-        rows.append(one.decoder.target.source_rows)
+        rows.append(one.decoder.target.source_row_count)
     assert rows == [MAX_LEN, 64, 16, 16]
