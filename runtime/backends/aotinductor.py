@@ -262,7 +262,7 @@ class AotiCudaEngine(PreparedEngine):
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
-        return facts.dtype  # see engines.aotinductor.fitted
+        return facts.dtype  # see engines.gpu_program.adapt_to_gpu
 
     @classmethod
     def release_unused_memory(cls) -> None:

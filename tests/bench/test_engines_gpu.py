@@ -27,7 +27,7 @@ from bench.suites.gpu.constructed import SHAPES, TARGET, bigram, fill, write_bun
 from bench.suites.gpu.engines import main, sections
 from bench.suites.gpu.inside import Kernel
 from bench.suites.gpu.times import Times
-from engines.gpu_program import fitted
+from engines.gpu_program import adapt_to_gpu
 from runtime import load
 from runtime.files.torch_files import WEIGHTS_FILE, read_program
 
@@ -113,7 +113,7 @@ def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> Non
     with torch.no_grad():
         fill(made["target"].state_dict, made["draft"].state_dict)
     usual = said(made["draft"], IDS)
-    kept = said(fitted(made["draft"], 272)[0], IDS)
+    kept = said(adapt_to_gpu(made["draft"], 272)[0], IDS)
     assert (usual.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(kept.float(), usual)
 

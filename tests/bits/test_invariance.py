@@ -162,7 +162,7 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
     [
         (bundles.sys, "executable", "/bin/false", "exit status 1"),
         (bundles.sys, "executable", "/bin/echo", "invalid answer '-m runtime.backends.invariance"),
-        (bundles, "PATIENCE", 0, "it took more than 0 s"),
+        (bundles, "INVARIANCE_TIMEOUT", 0, "it took more than 0 s"),
     ],
     ids=["it fails", "no answer", "too long"],
 )
