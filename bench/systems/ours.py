@@ -91,7 +91,7 @@ class OutriderWorker:
         drafts = decoder.draft is not None and asked.gamma and asked.draft == "model"
         for model in (decoder.target, decoder.draft if drafts else None):
             if model is not None:
-                model.held.encoded(0, ())
+                model.cached_rows.set_source(0, ())
                 model.encode(0, asked.source)
         return time.perf_counter() - begin
 

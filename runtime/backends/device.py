@@ -15,7 +15,7 @@ import numpy as np
 from ..files.errors import OutriderError, first_line
 from ..files.manifest import CHUNK, Dtype, EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import HeldRows, Ids, Logits, Source, cache_shapes
+from .engine import CachedRows, Ids, Logits, Source, cache_shapes
 
 LOGIT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
@@ -78,7 +78,9 @@ class DeviceEngine(ABC):
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk = min(CHUNK, self.capacity)
         self.min_width = 1  # GPU libraries choose kernels by width anyway
-        self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
+        self.cached_rows = CachedRows(
+            slots, self.vocab_size
+        )  # empty: texts and lengths live on the device
         self._max_outputs = max_outputs
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import (
+    CachedRows,
     Features,
-    HeldRows,
     Ids,
     Logits,
     Source,
@@ -88,7 +88,7 @@ class HostEngine(ABC, Generic[Call]):
         self._states: dict[int, npt.NDArray[Any]] = {}
         if self._source_shapes:
             self._reserve_source(self._fixed_rows or 1)
-        self.held = HeldRows(slots, self.vocab_size, facts.states)
+        self.cached_rows = CachedRows(slots, self.vocab_size, facts.states)
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
@@ -166,10 +166,10 @@ class HostEngine(ABC, Generic[Call]):
                 self._prepared[shape] = prepared
         call, logits = prepared
         for slot, start in enumerate(position.tolist(), first_slot):
-            self.held.overwrites(slot, start, width)
+            self.cached_rows.begin_call(slot, start, width)
         with self._translate_errors(f"{batch} slots x {width} tokens"):
             self._run(call)
-        self.held.wrote(first_slot, input_ids, position)
+        self.cached_rows.end_call(first_slot, input_ids, position)
         return logits
 
     @contextmanager
@@ -185,18 +185,18 @@ class HostEngine(ABC, Generic[Call]):
             ) from None
 
     def encode(self, slot: int, source: Source) -> None:
-        if self.held.has(slot, source):
+        if self.cached_rows.has_source(slot, source):
             return
-        other = self.held.slot_of(source)
+        other = self.cached_rows.slot_with(source)
         if other is None:
             self._encode_into(slot, source)
             return
-        self.held.encoded(slot, ())  # as in `_encode_into`
+        self.cached_rows.set_source(slot, ())  # as in `_encode_into`
         for array in (*self._source.values(), self._source_length):
             array[slot] = array[other]
         if other in self._states:
             self._states[slot] = self._states[other]
-        self.held.encoded(slot, source)
+        self.cached_rows.set_source(slot, source)
 
     def _encode_into(self, slot: int, source: Source) -> None:
         if isinstance(source, Features):
@@ -214,14 +214,14 @@ class HostEngine(ABC, Generic[Call]):
         with self._translate_errors(f"a source of {what}"):
             outputs = self._encode(inputs, names)
         length = self._fixed_rows or inputs.shape[1]
-        self.held.encoded(slot, ())  # an interrupt then leaves the slot without a source
+        self.cached_rows.set_source(slot, ())  # an interrupt then leaves the slot without a source
         self._reserve_source(length)
         if self._keeps_states:
             self._states[slot] = outputs.pop(STATES_OUTPUT)
         for name, output in outputs.items():
             self._source[name][slot, :, :length] = output[0]
         self._source_length[slot] = length
-        self.held.encoded(slot, source)
+        self.cached_rows.set_source(slot, source)
 
     def read_states_of(self, target: HostEngine[Any]) -> None:
         """From now on, read the states that the target's encoder computed from a source, in place
@@ -235,10 +235,10 @@ class HostEngine(ABC, Generic[Call]):
         """
         for cache in self._cache.values():
             cache[destination, :, :rows] = cache[source, :, :rows]
-        self.held.copied(source, destination, rows)
+        self.cached_rows.copy_rows(source, destination, rows)
 
     def clear(self, slot: int) -> None:
-        self.held.encoded(slot, ())  # first, so that an interrupt leaves no valid rows
+        self.cached_rows.set_source(slot, ())  # first, so that an interrupt leaves no valid rows
         for cache in (*self._cache.values(), *self._rings.values(), *self._source.values()):
             cache[slot] = 0
         self._source_length[slot] = 1
@@ -253,14 +253,16 @@ class HostEngine(ABC, Generic[Call]):
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         start = int(position[0])
         # No round goes back this far, so this is another text, whose first rows may be held.
-        new_text = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
+        new_text = self.slots == 1 and (
+            start == 0 or self.cached_rows.length(0) - start > 2 * MOST_GAMMA
+        )
         if need <= self.row_count and not (new_text and need <= self.row_count // 2 >= FIRST_ROWS):
             return
         rows = self._round_up_rows(need)
         kept = start if new_text else self.row_count
         grown = self._reallocate(self._shapes, rows, self._cache, kept)
         if new_text:
-            self.held.cut(0, kept)
+            self.cached_rows.truncate(0, kept)
         self._prepared.clear()  # they contain the old addresses
         self._cache, self.row_count = grown, rows
 

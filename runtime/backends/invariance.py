@@ -130,7 +130,7 @@ def replay(
         engine.forward(np.zeros((1, 2), np.int64), np.array([rows - 2]), np.zeros(1, np.int64))
     # Widths of prompts start at the beginning, unless that would shrink the rows again. Texts with
     # a recurrent state always do, since the state has moved on.
-    restart = engine.held.states is not None
+    restart = engine.cached_rows.states is not None
     start_at = {
         width: 0 if restart or (width >= PROMPT_WIDTH and not rows) else prefix_len
         for width in sorted(widths)

@@ -55,7 +55,7 @@ class Pool:
                 "beam search runs on the CPU only in this version",
                 "Use device=cpu with a bundle for the CPU, or leave beams out.",
             )
-        if engine.held.states is not None:
+        if engine.cached_rows.states is not None:
             raise OutriderError(
                 "option",
                 f"beam search is for models without a recurrent state in this version, but the "

@@ -49,7 +49,7 @@ class ChainDraft(Draft):
         engine = self.sources.engine
         assert engine is not None
         # A recurrent state has few rows, and none for the padding to the widest guess of others.
-        together = len(wanted) if engine.held.states is None else 1
+        together = len(wanted) if engine.cached_rows.states is None else 1
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:together]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active

@@ -67,7 +67,7 @@ class Proposer:
 
     def _has_source(self, sequence: ActiveSequence) -> bool:
         source, engine = sequence.request.source, self.sources.engine
-        return engine is None or engine.held.has(sequence.slot.index, source)
+        return engine is None or engine.cached_rows.has_source(sequence.slot.index, source)
 
     def read(self, sequence: ActiveSequence) -> None:
         """Let the draft model read what it lacks: source and prompt at first, later the tokens of
@@ -78,7 +78,7 @@ class Proposer:
         if slot.draft_lacks:
             need = slot.draft_len + slot.draft_lacks
             # An interrupted read may have overwritten the rows that this one would start from.
-            start = engine.held.resumes(slot.index, slot.draft_len)
+            start = engine.cached_rows.resume_position(slot.index, slot.draft_len)
             prefill(engine, slot.index, slot.tokens[:need], start)
             slot.draft_len = need
 

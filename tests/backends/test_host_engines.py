@@ -123,7 +123,7 @@ def test_an_interrupt_while_the_rows_are_replaced(
         engine.forward(ids[:, start : start + 7], np.array([start]), np.array([0]))
     monkeypatch.setattr(engine, "_zeros", real)
     assert all(a is b for a, b in zip(engine._cache.values(), arrays, strict=True))
-    assert engine.held.length(0) == length
+    assert engine.cached_rows.length(0) == length
     whole.forward(ids[:, :length], np.array([0]), np.array([0]))
     np.testing.assert_allclose(engine.forward(*step), whole.forward(*step), atol=1e-5)
 
@@ -146,7 +146,7 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
         cache[1, :, 9] = np.nan
     if cleared:
         engine.clear(1)
-        assert engine.held.length(1) == 0
+        assert engine.cached_rows.length(1) == 0
     found = engine.forward(ids, np.array([0]), index, first_slot=1)
     assert np.array_equal(found, expected) == (cleared or isinstance(engine, OrtEngine))
 

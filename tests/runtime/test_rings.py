@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rounds import broken
 
-from runtime.backends.engine import Engine, HeldRows, Ids, Logits
+from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import StateFacts
@@ -76,7 +76,7 @@ class Shadow(Engine):
     ):  # fmt: skip
         self.texts, self.dice, self.states = texts, dice, states
         self.slots, self.capacity, self.min_width = slots, capacity, min_width
-        self.held = HeldRows(slots, V, states)
+        self.cached_rows = CachedRows(slots, V, states)
         self.ring = [[-1] * states.rows for _ in range(slots)]
 
     def forward(
@@ -85,7 +85,7 @@ class Shadow(Engine):
         (batch, width), rows = input_ids.shape, self.states.rows
         assert width <= self.chunk and position.max() + width <= self.capacity
         for slot, start in enumerate(position.tolist(), first_slot):
-            self.held.overwrites(slot, start, width)
+            self.cached_rows.begin_call(slot, start, width)
         interrupted = self.dice.random() < 0.02
         logits = np.zeros((batch, len(logits_index), V), np.float32)
         for b, (start, ids) in enumerate(zip(position.tolist(), input_ids.tolist(), strict=True)):
@@ -97,11 +97,11 @@ class Shadow(Engine):
             logits[b, :, V - 2], logits[b, :, V - 1] = -np.array(found)[logits_index], MARK
         if interrupted:
             raise Interrupt
-        self.held.wrote(first_slot, input_ids, position)
+        self.cached_rows.end_call(first_slot, input_ids, position)
         return logits
 
     def clear(self, slot: int) -> None:
-        self.held.cut(slot, 0)
+        self.cached_rows.truncate(slot, 0)
 
 
 class Dice:
@@ -241,5 +241,8 @@ def test_every_call_reads_its_own_text(max_gamma: int) -> None:
     assert {*seen} == {"texts", "q", "interrupts", "reused", "numeric", "busy"}
     with pytest.raises(Lost):
         play(0, max_gamma, 1, rows, 120)
-    with broken("backends.engine.HeldRows.resumes", lambda *given: given[2]), pytest.raises(Lost):
+    with (
+        broken("backends.engine.CachedRows.resume_position", lambda *given: given[2]),
+        pytest.raises(Lost),
+    ):
         play(0, max_gamma, 1, rows + 1, 120)
