@@ -86,7 +86,7 @@ def build(
                 f"Export the checkpoints again, with --format {builder.FORMAT}.",
             )
     engines = builder.plan(models, slots, pair.max_gamma, sm, level)
-    wanted = Manifest(
+    planned = Manifest(
         name=out.name,
         backend=backend,
         versions=builder.versions(),
@@ -95,22 +95,22 @@ def build(
         files=pair.carried_files(engines),
         engines=engines,
     )
-    found = None if force else _read_if_intact(out)
-    if found and _is_same_bundle(found, wanted):
-        _take_ownership(graphs, out, wanted)
-        return measure and _add_invariance(out, found)
-    if found and found.pair.target.key != pair.target.key:
-        old = found.pair.target
+    existing = None if force else _read_if_intact(out)
+    if existing and _is_same_bundle(existing, planned):
+        _take_ownership(graphs, out, planned)
+        return measure and _add_invariance(out, existing)
+    if existing and existing.pair.target.key != pair.target.key:
+        old = existing.pair.target
         note(f"replacing {out}, a bundle of {old.source}, {old.weights or old.dtype}")
     verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_AGAIN)
     with write_folder(out, MANIFEST_FILE) as partial:
-        for name in wanted.files:
+        for name in planned.files:
             take_file(graphs / name, partial / name, out)
-        made: dict[str, EngineFacts] = {}
-        files = dict(wanted.files)
+        compiled_engines: dict[str, EngineFacts] = {}
+        files = dict(planned.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
-            old_engine = (found.engines or {}).get(role) if found else None
+            old_engine = (existing.engines or {}).get(role) if existing else None
             if to and old_engine and old_engine.key == to.key:  # only the other model changed
                 for name in old_engine.compiled:
                     take_file(out / role / name, partial / role / name, out)
@@ -118,14 +118,14 @@ def build(
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
             if engine:
-                made[role] = engine
+                compiled_engines[role] = engine
                 for name in engine.compiled:
                     files[f"{role}/{name}"] = file_facts(partial / role / name)
-        manifest = dataclasses.replace(wanted, files=files, engines=made or None)
+        manifest = dataclasses.replace(planned, files=files, engines=compiled_engines or None)
         records.write_json(partial / MANIFEST_FILE, "manifest", manifest)
         if measure:
             _add_invariance(partial, manifest)
-    _take_ownership(graphs, out, wanted)
+    _take_ownership(graphs, out, planned)
     return True
 
 
@@ -239,17 +239,17 @@ def _read_if_intact(out: Path) -> Manifest | None:
         return None
 
 
-def _is_same_bundle(found: Manifest, wanted: Manifest) -> bool:
+def _is_same_bundle(existing: Manifest, planned: Manifest) -> bool:
     """Whether they are equal except for what is known only after compiling: hashes, figures and
     measurements."""
-    found = dataclasses.replace(found, invariance=None)
+    existing = dataclasses.replace(existing, invariance=None)
     keys = [
         {role: engine.key for role, engine in (manifest.engines or {}).items()}
-        for manifest in (found, wanted)
+        for manifest in (existing, planned)
     ]
-    if wanted.engines:
-        found = dataclasses.replace(found, files=wanted.files, engines=wanted.engines)
-    return keys[0] == keys[1] and found == wanted
+    if planned.engines:
+        existing = dataclasses.replace(existing, files=planned.files, engines=planned.engines)
+    return keys[0] == keys[1] and existing == planned
 
 
 def _on_gpu(targets: Sequence[str]) -> bool:

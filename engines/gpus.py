@@ -20,14 +20,14 @@ def present_gpus() -> dict[int, int]:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found: dict[int, int] = {}
+    gpus: dict[int, int] = {}
     for line in output.splitlines():
         capability, _, mebibytes = line.partition(",")
         digits, size = capability.strip().replace(".", ""), mebibytes.strip()
         if digits.isdecimal():
             total = int(size) * 2**20 if size.isdecimal() else 0  # some share the host's memory
-            found[int(digits)] = min(found.get(int(digits), total), total)
-    return found
+            gpus[int(digits)] = min(gpus.get(int(digits), total), total)
+    return gpus
 
 
 def cuda_toolkit(preferred: str | None) -> str | None:

@@ -101,7 +101,7 @@ def compile(
         memory = _compile_in_process(request, progress)
         if len(memory) != len(to.profiles):
             memory = [None] * len(to.profiles)  # this version's log has another format
-        made = dataclasses.replace(
+        completed = dataclasses.replace(
             to,
             profiles=[
                 dataclasses.replace(profile, memory=size)
@@ -110,11 +110,11 @@ def compile(
         )
         figures = [f"{(out / to.file).stat().st_size / 2**20:,.1f} MiB"] + [
             f"{profile.name} {profile.memory / 2**20:,.1f} MiB"
-            for profile in made.profiles
+            for profile in completed.profiles
             if profile.memory is not None
         ]
         progress.note = ", ".join(figures)
-    return made
+    return completed
 
 
 def _compile_in_process(request: dict[str, Any], progress: Stage) -> list[int | None]:

@@ -49,8 +49,8 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     capabilities = _module().ComputeCapability.__members__
     known = [name.removeprefix("SM") for name in capabilities if name.startswith("SM")]
     present = sorted(map(str, present_gpus())) if not sm else []
-    wanted = [number.strip() for number in sm.split(",")] if sm else present
-    for number in wanted:
+    requested = [number.strip() for number in sm.split(",")] if sm else present
+    for number in requested:
         if number not in known:
             raise OutriderError(
                 "option",
@@ -60,15 +60,15 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
             )
     feature = max((dtype, *weights), key=lambda name: FIRST_ARCHITECTURE.get(name, 0))
     oldest = FIRST_ARCHITECTURE.get(feature, 0)
-    if too_old := [number for number in wanted if int(number) < oldest]:
+    if too_old := [number for number in requested if int(number) < oldest]:
         raise OutriderError(
             "option",
             f"the GPU SM={too_old[0]} has no {feature}, which needs SM={oldest} or newer",
             f"Use another {'DTYPE' if feature == dtype else 'WEIGHTS'}, or leave {too_old[0]} out "
             "of SM.",
         )
-    chosen = map(int, wanted or known)
-    return [f"sm{n}" for n in sorted(set(chosen)) if wanted or n >= max(oldest, TURING + 1)]
+    chosen = map(int, requested or known)
+    return [f"sm{n}" for n in sorted(set(chosen)) if requested or n >= max(oldest, TURING + 1)]
 
 
 def plan(

@@ -187,15 +187,15 @@ class HostEngine(ABC, Generic[Call]):
     def encode(self, slot: int, source: Source) -> None:
         if self.cached_rows.has_source(slot, source):
             return
-        other = self.cached_rows.slot_with(source)
-        if other is None:
+        other_slot = self.cached_rows.slot_with(source)
+        if other_slot is None:
             self._encode_into(slot, source)
             return
         self.cached_rows.set_source(slot, ())  # as in `_encode_into`
         for array in (*self._source.values(), self._source_length):
-            array[slot] = array[other]
-        if other in self._states:
-            self._states[slot] = self._states[other]
+            array[slot] = array[other_slot]
+        if other_slot in self._states:
+            self._states[slot] = self._states[other_slot]
         self.cached_rows.set_source(slot, source)
 
     def _encode_into(self, slot: int, source: Source) -> None:

@@ -85,13 +85,13 @@ class Pool:
             if after is None or after[: len(node)] != node
         ]
         self._compute_common_prefix(leaves, first)
-        found: dict[Tokens, Logits] = {}
+        logits_by_node: dict[Tokens, Logits] = {}
         for begin in range(0, len(leaves), self.engine.slots):
             group = leaves[begin : begin + self.engine.slots]
             for leaf, rows in zip(group, self._feed(group, first), strict=True):
                 for length, row in enumerate(rows[: len(leaf) - first + 1], first):
-                    found.setdefault(leaf[:length], row)
-        for node, row in found.items():
+                    logits_by_node.setdefault(leaf[:length], row)
+        for node, row in logits_by_node.items():
             if not math.isfinite(row.max()):
                 for slot in np.flatnonzero(self._slot_ids[:, 0] != UNKNOWN).tolist():
                     self.engine.clear(slot)  # its rows may contain what broke the logits
@@ -102,7 +102,7 @@ class Pool:
                     "Build the engines with DTYPE=float32, and check that the checkpoint is intact",
                 )
         self.stats.seconds += time.perf_counter() - start
-        return found
+        return logits_by_node
 
     def _compute_common_prefix(self, sequences: Sequence[Tokens], first: int) -> None:
         """Make sure that one slot holds the common prefix of all (sorted) sequences."""

@@ -99,26 +99,26 @@ class Certificate:
             f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "
             f"{texts} ({self.drafted} drafted), each checked against the target alone"
         ]
-        found = len(self.near_ties) + len(self.violations)
+        count = len(self.near_ties) + len(self.violations)
         if self.p_value is None and self.identical:
-            lines.append(f"argmax {self.tokens - found} | other {found}")
+            lines.append(f"argmax {self.tokens - count} | other {count}")
         elif self.p_value is None:
             lines.append(
-                f"argmax {self.tokens - found} | near-ties {len(self.near_ties)} "
+                f"argmax {self.tokens - count} | near-ties {len(self.near_ties)} "
                 f"| other {len(self.violations)} | bound {self.bound:.2g} logits "
                 f"({self.width}-token calls differ by {self.rounding:.2g})"
             )
         else:
             lines.append(
                 f"uniformity D {self.statistic:.4f}, p-value {self.p_value:.3g} (fails below "
-                f"{SIGNIFICANCE_LEVEL:g}) | outside the target's support {found}"
+                f"{SIGNIFICANCE_LEVEL:g}) | outside the target's support {count}"
             )
         if self.identical is not None:
             bits = "identical" if self.identical else f"NOT identical, by up to {self.rounding:.2g}"
             lines.append(f"logits of {self.width}-token calls and of plain steps: {bits}")
         shown = [*self.violations[:3], *self.near_ties][:4]
         if shown:
-            more = f" | and {found - len(shown)} more" if found > len(shown) else ""
+            more = f" | and {count - len(shown)} more" if count > len(shown) else ""
             items = (
                 f"text {m.run} token {m.position}: id {m.token}, not {m.best} (+{m.margin:.2g})"
                 for m in shown

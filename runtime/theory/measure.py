@@ -100,28 +100,28 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     return format_report(summarise(texts), len(prompts), temperature, tokens)
 
 
-def format_report(found: Findings, prompts: int, temperature: float, tokens: int) -> str:
+def format_report(findings: Findings, prompts: int, temperature: float, tokens: int) -> str:
     """The report in words: the findings on so many prompts, and which gamma to use."""
-    alpha, cost, verify = found.alpha, found.costs.draft, found.costs.verify
-    head, *rows = table(alpha, cost, verify, list(found.measured)).splitlines()
+    alpha, cost, verify = findings.alpha, findings.costs.draft, findings.costs.verify
+    head, *rows = table(alpha, cost, verify, list(findings.measured)).splitlines()
     lines = [
         f"measured on {prompts} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
-        f"{found.costs.plain * 1e3:.2f} ms",
+        f"{findings.costs.plain * 1e3:.2f} ms",
         "verify " + " ".join(f"{v:.2f}" for v in verify) + "  (widths 1 to "
         f"{len(verify)}, in plain steps; sampling and host included)",
         f"{head}  measured",
-        *(f"{x}  {m:>7.2f}x" for x, m in zip(rows, found.measured.values(), strict=True)),
+        *(f"{x}  {m:>7.2f}x" for x, m in zip(rows, findings.measured.values(), strict=True)),
     ]
     gamma, gain = best_gamma(alpha, cost, verify)
     if gamma:
         lines += [
-            f"use --gamma {gamma}: {gain:.2f}x expected, {found.measured[gamma]:.2f}x measured; "
+            f"use --gamma {gamma}: {gain:.2f}x expected, {findings.measured[gamma]:.2f}x measured; "
             f"Theorem 3.8 without the width of the verification {speedup(alpha, gamma, cost):.2f}x;"
             f" an oracle's bound {oracle(alpha, cost):.2f}x",
-            f"it pays from {max(1, break_even(found.overhead, gain)):.0f} output tokens on (the "
-            f"draft's prefill is {found.overhead:.1f} plain steps)",
+            f"it pays from {max(1, break_even(findings.overhead, gain)):.0f} output tokens on (the "
+            f"draft's prefill is {findings.overhead:.1f} plain steps)",
         ]
     else:
         lines.append("use --gamma 0: no draft length gains anything here")
