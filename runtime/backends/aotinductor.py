@@ -38,7 +38,7 @@ ALIGNMENT = 16  # bytes: compiled code copies arguments that are not aligned to 
 class Call(NamedTuple):
     """The arguments of a call, as views of the engine's memory."""
 
-    ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
+    integer_inputs: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
     # In the contract's order, each [B, Hkv, S, D]; with an encoder followed by those of the
     # sources, which are only read, and the sources' lengths, int64 [B].
     caches: list[torch.Tensor]
@@ -177,7 +177,7 @@ class AotiEngine(HostEngine[Call]):
     def _run(self, call: Call) -> None:
         with self._requested_threads():
             # The package allocates its output, which is copied; caches are updated in place.
-            call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
+            call.logits.copy_(self._loader.run([*call.integer_inputs, *call.caches])[0])
 
     @contextmanager
     def _requested_threads(self) -> Iterator[None]:
@@ -285,8 +285,10 @@ class AotiCudaEngine(PreparedEngine):
     def _run(self, call: Call) -> None:
         def work() -> None:
             # The package would copy unaligned ids itself, but with a warning each time.
-            ids = [x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.ids]
-            (logits,) = self._loader.run([*ids, *call.caches])
+            inputs = [
+                x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.integer_inputs
+            ]
+            (logits,) = self._loader.run([*inputs, *call.caches])
             call.logits.copy_(logits, non_blocking=True)
 
         self.gpu.enqueue(work)
@@ -300,7 +302,10 @@ class AotiCudaEngine(PreparedEngine):
                 for _, address, shape in self.cache_tensors(call)
             ]
         return Call(
-            [self._view(address, torch.int64, *shape) for _, address, shape in call.ids()],
+            [
+                self._view(address, torch.int64, *shape)
+                for _, address, shape in call.integer_inputs()
+            ],
             slots,
             self._view(
                 call.logits, getattr(torch, self.logit_type), call.batch, call.outputs,

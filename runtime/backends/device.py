@@ -38,7 +38,7 @@ class DeviceCall:
     logits: int
     first_slot: int = 0
 
-    def ids(self) -> tuple[Tensor, Tensor, Tensor]:
+    def integer_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         return (
             ("input_ids", self.input_ids, (self.batch, self.tokens)),
             ("position", self.position, (self.batch,)),

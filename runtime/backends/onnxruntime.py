@@ -198,7 +198,12 @@ class OrtCudaEngine(PreparedEngine):
         logits = ("logits", call.logits, (call.batch, call.outputs, self.vocab_size))
         device = (self._device_type, self.cuda.ordinal)
         return bind(
-            self._session, device, call.ids(), logits, self.cache_tensors(call), self._dtype
+            self._session,
+            device,
+            call.integer_inputs(),
+            logits,
+            self.cache_tensors(call),
+            self._dtype,
         )
 
     def _check_placement(self) -> None:

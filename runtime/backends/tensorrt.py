@@ -70,7 +70,7 @@ class TensorRtEngine(DeviceEngine):
         context = self._contexts.get(key)
         if context is None or graph is None:
             context = self._contexts[key] = self._bind(context, call, for_graph=graph is not None)
-        for name, address, shape in call.ids():
+        for name, address, shape in call.integer_inputs():
             if address % ALIGNMENT:
                 self.cuda.copy(self._staging[name], address, 8 * prod(shape), self.stream)
         is_capturable = getattr(context, "is_stream_capturable", None)  # only TensorRT-RTX has this
@@ -105,7 +105,7 @@ class TensorRtEngine(DeviceEngine):
         caches = list(self.cache_tensors(call))
         tensors = [
             (name, self._staging[name] if address % ALIGNMENT else address, shape)
-            for name, address, shape in call.ids()
+            for name, address, shape in call.integer_inputs()
         ] + caches
         outputs = [("logits", call.logits)]
         outputs += [(f"{name}_out", address) for name, address, _ in caches]  # in place
