@@ -127,11 +127,11 @@ def _check_gpu_tools() -> None:
     from torch.utils.cpp_extension import CUDA_HOME
 
     packages = f"pip install 'cuda-toolkit[crt,cccl]=={torch.version.cuda}.*'"
-    for what, there, remedy in (
+    for what, found, remedy in (
         ("Triton", has_triton(), "Install it"),
         ("the CUDA headers", cuda_toolkit(CUDA_HOME), f"Set CUDA_HOME, run {packages}"),
     ):
-        if not there:
+        if not found:
             raise OutriderError(
                 "backend",
                 f"AOTInductor needs {what} to compile for a GPU; not found on this machine",
@@ -143,14 +143,14 @@ def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     """One engine for all shapes: B, N, K and S are dynamic."""
-    has = targets(sm, models["target"].dtype)
+    present = targets(sm, models["target"].dtype)
     return {
         role: EngineFacts(
             key=engine_key(
-                graph=dataclasses.asdict(facts), targets=has, versions=versions(), config=CONFIG
+                graph=dataclasses.asdict(facts), targets=present, versions=versions(), config=CONFIG
             ),
             file=PACKAGE_FILE,
-            targets=has,
+            targets=present,
             profiles=[],
             weights=WEIGHTS_FILE,
             encoder=ENCODER_PACKAGE_FILE if facts.encoder else None,
@@ -171,26 +171,26 @@ def compile(
     gpu = to.targets[0] != "cpu"
     try:
         with (
-            stage(role, f"compile, {to.targets[0]}") as said,
-            _workplace(out),
+            stage(role, f"compile, {to.targets[0]}") as progress,
+            _private_cache(out),
             _toolchain(out) if gpu else nullcontext(),
         ):
             for file in to.compiled:
                 program = read_program(graph, encoder=file == to.encoder)
-                config = _config(gpu)
+                compile_options = _compile_options(gpu)
                 if gpu:
-                    program, joined = gpu_program.fitted(
+                    program, joined = gpu_program.adapt_to_gpu(
                         passes.move_to_device_pass(program, "cuda"), facts.capacity
                     )
-                    config["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
+                    compile_options["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
                 torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(out / file), inductor_configs=config
+                    program, package_path=str(out / file), inductor_configs=compile_options
                 )
             size = sum((out / file).stat().st_size for file in to.compiled)
-            said.note = f"{size / 2**20:,.1f} MiB of code"
+            progress.note = f"{size / 2**20:,.1f} MiB of code"
     except Exception as error:  # noqa: BLE001 - each compiler in the chain has its own exceptions
-        if full := _full_disk(error):
-            raise OSError(full, os.strerror(full), str(out / to.file)) from None
+        if full_disk := _full_disk_errno(error):
+            raise OSError(full_disk, os.strerror(full_disk), str(out / to.file)) from None
         raise OutriderError(
             "backend",
             f"AOTInductor of torch {torch.__version__} cannot compile the graph of "
@@ -200,7 +200,7 @@ def compile(
     return to
 
 
-def _config(gpu: bool) -> dict[str, Any]:
+def _compile_options(gpu: bool) -> dict[str, Any]:
     """A copy of CONFIG, because torch adds to it. torch 2.11 lacks some of the options. All of them
     concern CPU code: a GPU package works without them, but a CPU package would not match
     `targets`."""
@@ -211,7 +211,7 @@ def _config(gpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _workplace(out: Path) -> Iterator[None]:
+def _private_cache(out: Path) -> Iterator[None]:
     """Keep Inductor's cache in the engine's folder, so that an aborted build removes both."""
     from torch._inductor.utils import fresh_cache
 
@@ -235,20 +235,20 @@ def _toolchain(out: Path) -> Iterator[None]:
     """
     from torch.utils import cpp_extension
 
-    guess, before = cpp_extension.CUDA_HOME, os.environ.get("LIBRARY_PATH")
+    cuda_home, library_path = cpp_extension.CUDA_HOME, os.environ.get("LIBRARY_PATH")
     with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
         if (driver := _loaded_driver()) is not None:
             Path(folder, "libcuda.so").symlink_to(driver)
-        cpp_extension.CUDA_HOME = cuda_toolkit(guess)
-        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, before)))
+        cpp_extension.CUDA_HOME = cuda_toolkit(cuda_home)
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, library_path)))
         try:
             yield
         finally:
-            cpp_extension.CUDA_HOME = guess
-            if before is None:
+            cpp_extension.CUDA_HOME = cuda_home
+            if library_path is None:
                 del os.environ["LIBRARY_PATH"]
             else:
-                os.environ["LIBRARY_PATH"] = before
+                os.environ["LIBRARY_PATH"] = library_path
 
 
 def _loaded_driver() -> str | None:
@@ -261,17 +261,17 @@ def _loaded_driver() -> str | None:
     return next((line.split()[-1] for line in lines if "/libcuda.so" in line), None)
 
 
-def _full_disk(error: BaseException | None) -> int:
+def _full_disk_errno(error: BaseException | None) -> int:
     """The errno if a full disk caused the error, in this process or, judging by the message, in a
     compiler; otherwise 0."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK_ERRNOS:
             return error.errno
-        for number in _FULL:
+        for number in _FULL_DISK_ERRNOS:
             if os.strerror(number) in str(error):
                 return number
         error = error.__cause__ or error.__context__
     return 0
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

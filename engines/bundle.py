@@ -33,9 +33,9 @@ from runtime.files.manifest import (
 from runtime.files.progress import note, size_text, stage
 
 from .gpus import present_gpus
-from .registry import find
+from .registry import find_backend
 
-PATIENCE = 600  # timeout, in seconds, of `_invariance`; a model of 135M parameters takes about ten
+INVARIANCE_TIMEOUT = 600  # seconds; a model of 135M parameters takes about ten
 
 
 def build(
@@ -59,15 +59,15 @@ def build(
     """
     pair = read_pair(graphs)
     models = dict(pair.models())
-    does = runs(backend, pair.target.dtype, sm)
-    if pair.start_ids is not None and ENCODER_DECODERS not in does:
+    features = supported_features(backend, pair.target.dtype, sm)
+    if pair.start_ids is not None and ENCODER_DECODERS not in features:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run encoder-decoders such as {pair.target.source} "
             f"with DTYPE={pair.target.dtype} in this version",
             "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
         )
-    if any(facts.states for facts in models.values()) and RECURRENT_STATES not in does:
+    if any(facts.states for facts in models.values()) and RECURRENT_STATES not in features:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run models with a recurrent state, such as "
@@ -76,7 +76,7 @@ def build(
         )
     weights = [facts.weights or "full" for facts in models.values()]
     check_backend(backend, pair.target.dtype, sm, level, weights)
-    builder = find(backend)
+    builder = find_backend(backend)
     for facts in models.values():
         if facts.format != builder.FORMAT:
             raise OutriderError(
@@ -86,7 +86,7 @@ def build(
                 f"Export the checkpoints again, with --format {builder.FORMAT}.",
             )
     engines = builder.plan(models, slots, pair.max_gamma, sm, level)
-    wanted = Manifest(
+    planned = Manifest(
         name=out.name,
         backend=backend,
         versions=builder.versions(),
@@ -95,70 +95,70 @@ def build(
         files=pair.carried_files(engines),
         engines=engines,
     )
-    found = None if force else _intact(out)
-    if found and _same(found, wanted):
-        _settle(graphs, out, wanted)
-        return measure and _measure(out, found)
-    if found and found.pair.target.key != pair.target.key:
-        was = found.pair.target
-        note(f"replacing {out}, a bundle of {was.source}, {was.weights or was.dtype}")
+    existing = None if force else _read_if_intact(out)
+    if existing and _is_same_bundle(existing, planned):
+        _take_ownership(graphs, out, planned)
+        return measure and _add_invariance(out, existing)
+    if existing and existing.pair.target.key != pair.target.key:
+        old = existing.pair.target
+        note(f"replacing {out}, a bundle of {old.source}, {old.weights or old.dtype}")
     verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_AGAIN)
     with write_folder(out, MANIFEST_FILE) as partial:
-        for name in wanted.files:
+        for name in planned.files:
             take_file(graphs / name, partial / name, out)
-        made: dict[str, EngineFacts] = {}
-        files = dict(wanted.files)
+        compiled_engines: dict[str, EngineFacts] = {}
+        files = dict(planned.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
-            old = (found.engines or {}).get(role) if found else None
-            if to and old and old.key == to.key:  # only the other model changed
-                for name in old.compiled:
+            old_engine = (existing.engines or {}).get(role) if existing else None
+            if to and old_engine and old_engine.key == to.key:  # only the other model changed
+                for name in old_engine.compiled:
                     take_file(out / role / name, partial / role / name, out)
-                engine: EngineFacts | None = old
+                engine: EngineFacts | None = old_engine
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
             if engine:
-                made[role] = engine
+                compiled_engines[role] = engine
                 for name in engine.compiled:
                     files[f"{role}/{name}"] = file_facts(partial / role / name)
-        manifest = dataclasses.replace(wanted, files=files, engines=made or None)
+        manifest = dataclasses.replace(planned, files=files, engines=compiled_engines or None)
         records.write_json(partial / MANIFEST_FILE, "manifest", manifest)
         if measure:
-            _measure(partial, manifest)
-    _settle(graphs, out, wanted)
+            _add_invariance(partial, manifest)
+    _take_ownership(graphs, out, planned)
     return True
 
 
-def _measure(folder: Path, manifest: Manifest) -> bool:
+def _add_invariance(folder: Path, manifest: Manifest) -> bool:
     """Measure what the bundle's bitwise results depend on and add it to the manifest, if that can
     be measured on this machine and has not been yet. Returns whether it was added."""
-    known = manifest.invariance is not None and manifest.invariance.processor == processor()
-    facts = None if known or manifest.gpu_targets() else _invariance(folder)
+    is_current = manifest.invariance is not None and manifest.invariance.processor == processor()
+    facts = None if is_current or manifest.gpu_targets() else _measure_invariance(folder)
     if facts is not None:
         with replacing(folder / MANIFEST_FILE) as new:
             records.write_json(new, "manifest", dataclasses.replace(manifest, invariance=facts))
     return facts is not None
 
 
-def _invariance(folder: Path) -> Invariance | None:
+def _measure_invariance(folder: Path) -> Invariance | None:
     """The measurement, made in a separate process so that a crash in a library does not end the
     build; None if it failed."""
     command = [sys.executable, "-m", "runtime.backends.invariance", str(folder.resolve())]
     try:
         with stage("bundle", "bits of the target's calls"):
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=Path(__file__).parents[1], capture_output=True, text=True,
-                check=False, timeout=PATIENCE,
+                check=False, timeout=INVARIANCE_TIMEOUT,
             )  # fmt: skip
-        if done.returncode == 0:
-            answer = json.loads(done.stdout.strip().splitlines()[-1])
-            found: Invariance = records.build(Invariance, answer, "its answer")
-            return found
-        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        if process.returncode == 0:
+            answer = json.loads(process.stdout.strip().splitlines()[-1])
+            invariance: Invariance = records.build(Invariance, answer, "its answer")
+            return invariance
+        cause = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        cause = f"it took more than {PATIENCE} s"
+        cause = f"it took more than {INVARIANCE_TIMEOUT} s"
     except (ValueError, LookupError, TypeError):
-        cause = f"invalid answer {done.stdout.strip()[:100]!r}"
+        cause = f"invalid answer {process.stdout.strip()[:100]!r}"
     note(
         "could not measure what the bitwise results depend on, so the bundle promises no "
         f"reproducibility: {cause[:200]} (make engines MEASURE=0 skips the measurement)"
@@ -166,10 +166,10 @@ def _invariance(folder: Path) -> Invariance | None:
     return None
 
 
-def _settle(graphs: Path, out: Path, made: Manifest) -> None:
+def _take_ownership(graphs: Path, out: Path, manifest: Manifest) -> None:
     """Make the bundle the owner of its files. Done on every build, since an earlier one may have
     been killed before this step."""
-    for name in made.files:
+    for name in manifest.files:
         settle_file(graphs / name, out / name)
 
 
@@ -184,7 +184,7 @@ def check_backend(
     """The targets to build for. weights: kinds of target and draft: full, int8, int4 or fp8.
     cache: "int8" for quantised cache rows. Raises OutriderError "backend" or "option" if this
     cannot be built, before an export has taken minutes."""
-    builder = find(backend)
+    builder = find_backend(backend)
     if dtype not in builder.DTYPES:
         raise OutriderError(
             "backend",
@@ -222,34 +222,34 @@ def check_backend(
     return builder.targets(sm, dtype, weights)
 
 
-def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
+def supported_features(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     """What the backend supports, for the export: its kinds of weights in this precision, and
     whether it runs encoder-decoders and recurrent states, which no backend does on a GPU."""
-    builder = find(backend)
-    found = ["full", *(kind for kind, dtypes in builder.RUNS.items() if dtype in dtypes)]
-    if ENCODER_DECODERS in found and _on_gpu(builder.targets(sm, dtype)):
-        found.remove(ENCODER_DECODERS)
-    return tuple(found)
+    builder = find_backend(backend)
+    features = ["full", *(kind for kind, dtypes in builder.RUNS.items() if dtype in dtypes)]
+    if ENCODER_DECODERS in features and _on_gpu(builder.targets(sm, dtype)):
+        features.remove(ENCODER_DECODERS)
+    return tuple(features)
 
 
-def _intact(out: Path) -> Manifest | None:
+def _read_if_intact(out: Path) -> Manifest | None:
     try:
         return read_bundle(out)
     except OutriderError:
         return None
 
 
-def _same(found: Manifest, wanted: Manifest) -> bool:
+def _is_same_bundle(existing: Manifest, planned: Manifest) -> bool:
     """Whether they are equal except for what is known only after compiling: hashes, figures and
     measurements."""
-    found = dataclasses.replace(found, invariance=None)
+    existing = dataclasses.replace(existing, invariance=None)
     keys = [
         {role: engine.key for role, engine in (manifest.engines or {}).items()}
-        for manifest in (found, wanted)
+        for manifest in (existing, planned)
     ]
-    if wanted.engines:
-        found = dataclasses.replace(found, files=wanted.files, engines=wanted.engines)
-    return keys[0] == keys[1] and found == wanted
+    if planned.engines:
+        existing = dataclasses.replace(existing, files=planned.files, engines=planned.engines)
+    return keys[0] == keys[1] and existing == planned
 
 
 def _on_gpu(targets: Sequence[str]) -> bool:
@@ -277,8 +277,8 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
     machine: its GPU with all rows of the slots, or its main memory with the rows that slots begin
     with. Not checked for GPUs that this machine does not have."""
     if _on_gpu(targets):
-        here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
-        need, room, what = memory_plan(pair, slots, targets), max(here, default=0), "the GPU"
+        gpu_sizes = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
+        need, room, what = memory_plan(pair, slots, targets), max(gpu_sizes, default=0), "the GPU"
     else:
         need, room = memory_plan(pair, slots, targets, FIRST_ROWS), host_memory()
         what = "this machine"
@@ -287,10 +287,10 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
                 f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len} "
                 "tokens"
             )
-    if room and (least := sum(need.values())) > room:
+    if room and (total := sum(need.values())) > room:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(least)}, but {what} has {size_text(room)}",
+            f"the bundle needs {size_text(total)}, but {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
 

@@ -12,7 +12,7 @@ from runtime.files.folders import check_place
 from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, runs
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, supported_features
 from .registry import BACKENDS
 
 
@@ -82,7 +82,7 @@ def run(argv: list[str] | None) -> int:
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
-        print(*runs(arguments.backend, dtype, arguments.sm))
+        print(*supported_features(arguments.backend, dtype, arguments.sm))
         return 0
     missing = [name for name in ("graphs", "out") if getattr(arguments, name) is None]
     if missing:
@@ -92,7 +92,7 @@ def run(argv: list[str] | None) -> int:
     pair = read_pair(arguments.graphs)
     facts = pair.target
     targets = check_backend(arguments.backend, facts.dtype, arguments.sm, cache=facts.cache)
-    _say_memory(memory_plan(pair, arguments.slots, targets))
+    _print_memory(memory_plan(pair, arguments.slots, targets))
     check_memory(pair, arguments.slots, targets)
     built = build(
         arguments.graphs,
@@ -104,14 +104,14 @@ def run(argv: list[str] | None) -> int:
         force=arguments.force,
         measure=arguments.measure,
     )
-    if made := engine_plan(read_bundle(arguments.out, verify=False)):
-        _say_memory(made)
+    if plan := engine_plan(read_bundle(arguments.out, verify=False)):
+        _print_memory(plan)
     seconds = time.perf_counter() - begin
     note = arguments.backend if built else "cached: nothing changed"
     print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
     return 0
 
 
-def _say_memory(plan: dict[str, int]) -> None:
+def _print_memory(plan: dict[str, int]) -> None:
     parts = " + ".join(f"{part} {size_text(size)}" for part, size in plan.items())
     print(f"{'bundle':<9} memory {size_text(sum(plan.values()))} = {parts}", file=sys.stderr)

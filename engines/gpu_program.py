@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def fitted(
+def adapt_to_gpu(
     program: torch.export.ExportedProgram, capacity: int
 ) -> tuple[torch.export.ExportedProgram, dict[str, list[str]]]:
     """The program with S = capacity, `_attention` in place of torch's, logits in the type that they
@@ -40,9 +40,9 @@ def fitted(
     for node in module.graph.nodes:
         if node.target is attention:
             node.target = _attention
-    _multiply(module.graph)
-    _keep_type(module.graph)
-    joined = _join(module, program.state_dict)
+    _replace_outer_products(module.graph)
+    _drop_logits_conversion(module.graph)
+    joined = _join_matrices(module, program.state_dict)
     module.recompile()
     slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
     open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
@@ -55,7 +55,7 @@ def fitted(
     return retraced, joined
 
 
-def _multiply(graph: torch.fx.Graph) -> None:
+def _replace_outer_products(graph: torch.fx.Graph) -> None:
     """Replace matrix products whose inner dimension is 1 by element-wise products. Some versions of
     Transformers compute the angles of rotary embeddings that way: cuBLAS would spend a launch on
     them, and round them to TF32 where that is allowed, as PyTorch images do."""
@@ -67,7 +67,7 @@ def _multiply(graph: torch.fx.Graph) -> None:
             node.target = torch.ops.aten.mul.Tensor
 
 
-def _keep_type(graph: torch.fx.Graph) -> None:
+def _drop_logits_conversion(graph: torch.fx.Graph) -> None:
     """Drop the conversion to float32 at the end of the graph's only output."""
     import torch
 
@@ -78,7 +78,7 @@ def _keep_type(graph: torch.fx.Graph) -> None:
         graph.eliminate_dead_code()
 
 
-def _join(
+def _join_matrices(
     module: torch.fx.GraphModule, parameters: dict[str, torch.Tensor]
 ) -> dict[str, list[str]]:
     """Join matrices that multiply the same vector, such as those of queries, keys and values: they
@@ -93,13 +93,13 @@ def _join(
     split, joined = torch.ops.aten.split_with_sizes.default, dict[str, list[str]]()
     groups: dict[tuple[object, ...], list[Any]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=linear):
-        vector, *given = cast(tuple[Any, ...], node.args)
+        vector, *arguments = cast(tuple[Any, ...], node.args)
         # Skip tied matrices, which have other readers, and tensors that the graph itself made.
         if all(
-            each.op == "get_attr" and len(each.users) == 1 and each.target in parameters
-            for each in given
+            argument.op == "get_attr" and len(argument.users) == 1 and argument.target in parameters
+            for argument in arguments
         ):
-            tensors = [_attribute(module, each.target) for each in given]
+            tensors = [_attribute(module, argument.target) for argument in arguments]
             if tensors[0].dim() == 2:
                 groups[vector, *(tensor.dtype for tensor in tensors)].append(node)
             del tensors
@@ -107,27 +107,27 @@ def _join(
         if len(nodes) == 1:
             continue
         with graph.inserting_before(nodes[0]):
-            whole = []
+            joined_nodes = []
             for parts in zip(*(node.args[1:] for node in nodes), strict=True):
                 name, names = f"joined_{len(joined)}", [part.target for part in parts]
-                tensors = [_attribute(module, each) for each in names]
+                tensors = [_attribute(module, argument) for argument in names]
                 sizes = [len(tensor) for tensor in tensors]
                 module.register_parameter(name, torch.nn.Parameter(torch.cat(tensors), False))
-                whole.append(graph.get_attr(name))
+                joined_nodes.append(graph.get_attr(name))
                 joined[name] = names
                 del tensors
-            product = graph.call_function(linear, (nodes[0].args[0], *whole))
+            product = graph.call_function(linear, (nodes[0].args[0], *joined_nodes))
             pieces = graph.call_function(split, (product, sizes, -1))
-        for place, node in enumerate(nodes):
+        for index, node in enumerate(nodes):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(graph.call_function(getitem, (pieces, place)))
-            _, *given = node.args
+                node.replace_all_uses_with(graph.call_function(getitem, (pieces, index)))
+            _, *arguments = node.args
             graph.erase_node(node)
-            for part in given:
+            for part in arguments:
                 graph.erase_node(part)
                 del parameters[part.target]
-                owner, _, own = part.target.rpartition(".")
-                delattr(module.get_submodule(owner), own)
+                owner, _, attribute = part.target.rpartition(".")
+                delattr(module.get_submodule(owner), attribute)
     return joined
 
 
@@ -153,18 +153,18 @@ def _attention(
     keeps their shape, with tokens before heads: otherwise Inductor, which cannot tell that a view
     with dynamic sizes needs no copy, copies the queries and the weights.
     """
-    (batch, heads, count, _), (_, shared, rows, _) = query.shape, key.shape
-    groups = heads // shared
+    (batch, heads, count, _), (_, kv_heads, rows, _) = query.shape, key.shape
+    groups = heads // kv_heads
 
-    def together(tensor: torch.Tensor) -> torch.Tensor:  # takes [B, Hkv, N, H / Hkv, ...]
-        return tensor.reshape(batch * shared, count * groups, -1)
+    def merge_heads(tensor: torch.Tensor) -> torch.Tensor:  # takes [B, Hkv, N, H / Hkv, ...]
+        return tensor.reshape(batch * kv_heads, count * groups, -1)
 
     # Apply the scale's power of two, which rounds nothing, before the product: float16 overflows
     # above 65,504.
     power = min(1.0, 2.0 ** math.floor(math.log2(scale)))
-    queries = together(query.view(batch, shared, groups, count, -1).transpose(2, 3)) * power
-    unseen = together(~attn_mask[:, :, :, None].expand(batch, shared, count, groups, rows))
+    queries = merge_heads(query.view(batch, kv_heads, groups, count, -1).transpose(2, 3)) * power
+    masked = merge_heads(~attn_mask[:, :, :, None].expand(batch, kv_heads, count, groups, rows))
     scores = queries.bmm(key.flatten(0, 1).transpose(1, 2)).float() * (scale / power)
-    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1).to(value.dtype)
-    values = weights.bmm(value.flatten(0, 1)).view(batch, shared, count, groups, -1)
+    weights = scores.masked_fill(masked, float("-inf")).softmax(-1).to(value.dtype)
+    values = weights.bmm(value.flatten(0, 1)).view(batch, kv_heads, count, groups, -1)
     return values.transpose(2, 3).reshape(batch, heads, count, -1)

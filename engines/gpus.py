@@ -17,25 +17,25 @@ def present_gpus() -> dict[int, int]:
         "nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits"
     ]  # fmt: skip
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found: dict[int, int] = {}
-    for line in listed.splitlines():
+    gpus: dict[int, int] = {}
+    for line in output.splitlines():
         capability, _, mebibytes = line.partition(",")
         digits, size = capability.strip().replace(".", ""), mebibytes.strip()
         if digits.isdecimal():
             total = int(size) * 2**20 if size.isdecimal() else 0  # some share the host's memory
-            found[int(digits)] = min(found.get(int(digits), total), total)
-    return found
+            gpus[int(digits)] = min(gpus.get(int(digits), total), total)
+    return gpus
 
 
-def cuda_toolkit(named: str | None) -> str | None:
-    """The folder of a toolkit that has all `HEADERS`: `named` if it has them, otherwise the first
-    that is found."""
+def cuda_toolkit(preferred: str | None) -> str | None:
+    """The folder of a toolkit that has all `HEADERS`: `preferred` if it has them, otherwise the
+    first that is found."""
     nvidia = find_spec("nvidia")
     packages = nvidia.submodule_search_locations if nvidia else None
-    homes = [named, _home_of_nvcc(), "/usr/local/cuda"]
+    homes = [preferred, _home_of_nvcc(), "/usr/local/cuda"]
     homes += [str(home) for place in packages or () for home in Path(place).glob("cu*")]
     return next((home for home in homes if home and _has_headers(Path(home, "include"))), None)
 
@@ -48,9 +48,9 @@ def _home_of_nvcc() -> str | None:
     """The toolkit that nvcc itself reports: the nvcc on the PATH may be a wrapper script."""
     command = ["nvcc", "--dryrun", "-E", "-x", "cu", "/dev/null"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stderr
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stderr
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = said.splitlines()
+    lines = output.splitlines()
     homes = [line.removeprefix("#$ TOP=") for line in lines if line.startswith("#$ TOP=")]
     return str(Path(homes[0]).resolve()) if homes else None

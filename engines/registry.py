@@ -52,7 +52,7 @@ class Backend(Protocol):
         the graph. Returns `to`, completed with the figures of the engine."""
 
 
-def find(backend: str) -> Backend:
+def find_backend(backend: str) -> Backend:
     """The module of a backend. Raises OutriderError "backend" for an unknown name."""
     if backend not in BACKENDS:
         raise OutriderError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 from . import host
-from .backends.bits import Bits, promised
+from .backends.bits import Bits, promised_bits
 from .backends.registry import host_engine
 from .decoder import Decoder
 from .files.errors import OutriderError, is_whole, refuse_first
@@ -292,7 +292,9 @@ def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
         ),
         "",
     )
-    return promised(manifest, slots, host_engine(manifest.backend).least_width, other, plain_width)
+    return promised_bits(
+        manifest, slots, host_engine(manifest.backend).default_min_width, other, plain_width
+    )
 
 
 def _memory(manifest: Manifest, slots: int) -> dict[str, int]:

@@ -38,7 +38,7 @@ def with_source(engine: Engine, slot: int, request: Request) -> Request:
 def wide(engine: Engine, ids: Ids) -> Ids:
     """ids [B, N], padded with token 0 to the width that the engine needs for reproducible results.
     The rows of the padding lie beyond the valid ones."""
-    lacking = engine.narrowest - ids.shape[1]
+    lacking = engine.min_width - ids.shape[1]
     return np.pad(ids, ((0, 0), (0, lacking))) if lacking > 0 else ids
 
 
@@ -79,7 +79,7 @@ def feed(
 
     lengths: the number of valid rows of every slot. fed: for each sequence, the row of its first
     token, and its tokens. The call is as wide as the most tokens, and at least
-    `Engine.narrowest`.
+    `Engine.min_width`.
     """
     (first, last), most = within, max(len(tokens) for _, tokens in fed.values())
     ids = wide(engine, np.zeros((last - first, most), np.int64))

@@ -46,11 +46,11 @@ def open_rounds(
     engines = {
         role: host_engine(manifest.backend)(
             folder / role, facts, slots=slots,
-            widest=pair.max_gamma + 1,
+            max_outputs=pair.max_gamma + 1,
             buffers=pair.max_gamma if role == "draft" else 1,
             threads=threads,
             # The draft's bitwise results do not matter: the target decides the text.
-            narrowest=bits.narrowest if role == "target" else 1,
+            min_width=bits.min_width if role == "target" else 1,
         )
         for role, facts in pair.models()
     }  # fmt: skip

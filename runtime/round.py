@@ -75,7 +75,7 @@ class HostRounds(Rounds):
         *,
         reuse: bool = True,
     ):
-        held = (target.held, draft.held if draft else None) if reuse else ()
+        held = (target.cached_rows, draft.cached_rows if draft else None) if reuse else ()
         self.target, self.draft, self.sampler = target, draft, sampler
         self.slots = SlotTable(target.slots, *held)
         self._clock = clock = Stopwatch()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .backends.engine import HeldRows, Source
+from .backends.engine import CachedRows, Source
 from .files.errors import OutriderError
 
 
@@ -62,7 +62,9 @@ class SlotTable:
     target, draft: what the rows of the two caches hold; without them no rows are reused.
     """
 
-    def __init__(self, count: int, target: HeldRows | None = None, draft: HeldRows | None = None):
+    def __init__(
+        self, count: int, target: CachedRows | None = None, draft: CachedRows | None = None
+    ):
         self._slots = [Slot(index) for index in range(count)]  # free ones keep their last state
         self._busy: set[int] = set()
         self._target, self._draft = target, draft
@@ -95,15 +97,18 @@ class SlotTable:
             # The last token's logits are needed, and a call of one token may round differently from
             # wider ones: so at least two tokens are computed, and by the draft two if it lacks any.
             most = max(0, len(prompt) - 2)
-            common = {i: rows.resumes(i, min(most, rows.common(i, prompt, source))) for i in free}
+            common = {
+                i: rows.resume_position(i, min(most, rows.common_prefix(i, prompt, source)))
+                for i in free
+            }
             index = min(free, key=lambda i: rows.length(i) - 2 * common[i])
             held = common[index]
         slot = Slot(index, target_len=held)
         if self._draft is not None:
-            drafted = self._draft.common(index, prompt, source)
+            drafted = self._draft.common_prefix(index, prompt, source)
             need = max(0, len(prompt) - 1)
             drafted = need if drafted >= need else max(0, min(drafted, need - 2))
-            slot.draft_len = self._draft.resumes(index, drafted)
+            slot.draft_len = self._draft.resume_position(index, drafted)
         self._slots[index] = slot
         self._busy |= {index}  # last, and not a call: an interrupt before it takes no slot
         return slot

@@ -76,7 +76,7 @@ def on_fake_gpu(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriv
 
     def open_engine(
         manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,
-        *, slots: int, widest: int,
+        *, slots: int, max_outputs: int,
     ) -> FakeDeviceEngine:  # fmt: skip
         model = FakeEngine(
             random_model(3, facts.vocab_size, scale=4), vocab_size=facts.vocab_size, slots=slots,

@@ -10,7 +10,7 @@ from runtime.files.errors import OutriderError
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import speedup
-from runtime.theory.measure import Findings, findings, measure
+from runtime.theory.measure import Findings, measure, summarise
 
 from ..core.clock import lost_seconds
 
@@ -62,4 +62,4 @@ def measure_prompts(
         for gamma, some in texts.items():
             some.append(min((run[gamma][0] for run in runs), key=lambda text: text.time_rounds))
     lost = (lost_seconds() - waited) / (time.perf_counter() - begin)
-    return Measurement(findings(texts), texts, lost)
+    return Measurement(summarise(texts), texts, lost)

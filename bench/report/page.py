@@ -24,7 +24,7 @@ from runtime.files.folders import replacing
 from runtime.files.manifest import Manifest
 from runtime.text.options import Options
 from runtime.theory.formulas import speedup
-from runtime.theory.measure import told
+from runtime.theory.measure import format_report
 
 from ..core import machine
 from ..core.clock import Clock
@@ -39,8 +39,8 @@ BUSY_LOST = 0.1  # value of `Measurement.lost` above which the page shows a warn
 
 
 def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
-    """The page as HTML. text: `told` of the measurement. Text from models, prompts and bundles is
-    escaped."""
+    """The page as HTML. text: `format_report` of the measurement. Text from models, prompts and
+    bundles is escaped."""
     image = render_png(lambda axes: plot_speedups(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -173,7 +173,7 @@ def _main(args: argparse.Namespace) -> int:
     check_page(page.resolve())
     measurement = measure_prompts(engine, prompts, args.temperature, args.tokens, clock.note)
     facts = collect_facts(engine.manifest, args, len(prompts))
-    text = told(measurement.findings, len(prompts), args.temperature, args.tokens)
+    text = format_report(measurement.findings, len(prompts), args.temperature, args.tokens)
     write_page(render(engine.manifest.name, facts, text, measurement), page.resolve())
     print(page.resolve())
     return 0

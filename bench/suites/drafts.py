@@ -173,7 +173,7 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
         )
     return {
         "bundle": engine.manifest.name, "machine": machine.describe(threads),
-        "plain_width": engine.decoder.target.narrowest,
+        "plain_width": engine.decoder.target.min_width,
         "texts": scale.texts, "tokens": scale.tokens, "counted_tokens": tokens, "groups": results,
     }  # fmt: skip
 

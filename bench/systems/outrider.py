@@ -48,7 +48,7 @@ class OutriderWorker:
             "parameters": self.engine.manifest.pair.target.parameters,
             "draft_weights": self._step_bytes("draft"),
             "cache_element": 4,
-            "plain_width": self.engine.decoder.target.narrowest,
+            "plain_width": self.engine.decoder.target.min_width,
         }
 
     def _step_bytes(self, role: str) -> int:
@@ -91,7 +91,7 @@ class OutriderWorker:
         drafts = decoder.draft is not None and request.gamma and request.draft == "model"
         for model in (decoder.target, decoder.draft if drafts else None):
             if model is not None:
-                model.held.encoded(0, ())
+                model.cached_rows.set_source(0, ())
                 model.encode(0, request.source)
         return time.perf_counter() - begin
 

@@ -34,9 +34,9 @@ TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 def profiles(role: str, facts: GraphFacts, slots: int, max_gamma: int) -> list[Profile]:
     """The shapes that an engine is optimised for: steps and verifications, and prompts."""
     width, chunk = max_gamma + 1, min(CHUNK, facts.capacity)
-    usual = width if role == "target" else 1
+    typical = width if role == "target" else 1
     return [
-        Profile("decode", [1, slots, slots], [1, usual, width], [1, usual, width], None),
+        Profile("decode", [1, slots, slots], [1, typical, width], [1, typical, width], None),
         Profile("prefill", [1, 1, slots], [1, chunk, chunk], [1, 1, 1], None),
     ]
 
@@ -98,10 +98,10 @@ def compile(
     }
     out.mkdir(exist_ok=True)
     with stage(role, f"compile for {' '.join(to.targets)}") as progress:
-        memory = _ask(request, progress)
+        memory = _compile_in_process(request, progress)
         if len(memory) != len(to.profiles):
             memory = [None] * len(to.profiles)  # this version's log has another format
-        made = dataclasses.replace(
+        completed = dataclasses.replace(
             to,
             profiles=[
                 dataclasses.replace(profile, memory=size)
@@ -110,28 +110,28 @@ def compile(
         )
         figures = [f"{(out / to.file).stat().st_size / 2**20:,.1f} MiB"] + [
             f"{profile.name} {profile.memory / 2**20:,.1f} MiB"
-            for profile in made.profiles
+            for profile in completed.profiles
             if profile.memory is not None
         ]
         progress.note = ", ".join(figures)
-    return made
+    return completed
 
 
-def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
+def _compile_in_process(request: dict[str, Any], progress: Stage) -> list[int | None]:
     """Compile in a separate process. Returns the bytes of each profile's activations."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "engines.tensorrt.builder"],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             start_new_session=True,  # only this process handles Ctrl-C
         )
         assert process.stdin is not None and process.stdout is not None
         result: dict[str, Any] = {}
         try:
-            with suppress(BrokenPipeError):  # it died at once: `_ended` reports that
+            with suppress(BrokenPipeError):  # it died at once: `_crash_error` reports that
                 process.stdin.write(json.dumps(request).encode())
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -151,14 +151,14 @@ def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
         if "cause" in result:
             raise OutriderError("backend", result["cause"], result["remedy"])
         if "memory" not in result:
-            said.seek(0)
-            text = said.read().decode("utf-8", "replace")
-            raise _ended(request["product"], request["source"], process.returncode, text)
+            stderr_file.seek(0)
+            stderr = stderr_file.read().decode("utf-8", "replace")
+            raise _crash_error(request["product"], request["source"], process.returncode, stderr)
     memory: list[int | None] = result["memory"]
     return memory
 
 
-def _ended(product: str, source: str, status: int, said: str) -> OutriderError:
+def _crash_error(product: str, source: str, status: int, stderr: str) -> OutriderError:
     """The error for a process that died without reporting one."""
     if status == -signal.SIGKILL:
         return OutriderError(
@@ -166,40 +166,40 @@ def _ended(product: str, source: str, status: int, said: str) -> OutriderError:
             f"{product} was killed while compiling {source}, probably for lack of memory",
             "Use a smaller checkpoint, or a machine with more memory.",
         )
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    last = ([line for line in said.splitlines() if line.strip()] or ["no message"])[-1].strip()
+    ending = f"signal {-status}" if status < 0 else f"status {status}"
+    last = ([line for line in stderr.splitlines() if line.strip()] or ["no message"])[-1].strip()
     return OutriderError(
-        "backend", f"{product} ended with {how} while compiling {source}: {last[:200]}", REMEDY
+        "backend", f"{product} ended with {ending} while compiling {source}: {last[:200]}", _REMEDY
     )
 
 
-REMEDY = "Build with BACKEND=onnxruntime DTYPE=float32, and report the architecture."
+_REMEDY = "Build with BACKEND=onnxruntime DTYPE=float32, and report the architecture."
 
 
 # In the separate process
 
 
-def _serve() -> None:
+def _answer_request() -> None:
     """Read a request from stdin, compile, and answer on the original stdout."""
     request = json.load(sys.stdin)
     # The library may print to stdout or stderr; neither may mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(**message: Any) -> None:
-        print(json.dumps(message), file=answers, flush=True)
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=output, flush=True)
 
     try:
-        answer(memory=_compile(importlib.import_module(request["module"]), request, answer))
+        send(memory=_compile(importlib.import_module(request["module"]), request, send))
     except OutriderError as error:
-        answer(cause=error.cause, remedy=error.remedy)
+        send(cause=error.cause, remedy=error.remedy)
     except OSError as error:
         if error.errno is None:
             raise
-        answer(errno=error.errno, file=str(error.filename or request["out"]))
+        send(errno=error.errno, file=str(error.filename or request["out"]))
 
 
-def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> list[int]:
+def _compile(trt: Any, request: dict[str, Any], send: Callable[..., None]) -> list[int]:
     """Write the engine. Returns the bytes of device memory of each profile's activations.
 
     trt: the `tensorrt` or `tensorrt_rtx` module. Raises OutriderError "backend", OSError.
@@ -224,7 +224,7 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
             trt.IProgressMonitor.__init__(self)
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            answer(phase=name)  # hundreds of them
+            send(phase=name)  # hundreds of them
 
         def step_complete(self, name: str, step: int) -> bool:
             return True
@@ -238,7 +238,7 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
     parser = trt.OnnxParser(network, logger)
     graph = with_fixed_rows(request["graph"], request["capacity"], what)
     if not parser.parse(graph, request["graph"]):
-        raise _refused(what, parser.get_error(0) if parser.num_errors else None, errors)
+        raise _parser_error(what, parser.get_error(0) if parser.num_errors else None, errors)
     config = builder.create_builder_config()
     config.progress_monitor = monitor
     if hasattr(config, "num_compute_capabilities"):  # only RTX; TensorRT uses the present GPU
@@ -257,7 +257,7 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
         use_timings(config, timings)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise OutriderError("backend", f"{what}: {_reason(errors)}", REMEDY)
+        raise OutriderError("backend", f"{what}: {_reason(errors)}", _REMEDY)
     if timings:
         keep_timings(config, timings)
     with open(request["out"], "wb") as file:
@@ -317,13 +317,13 @@ def make_profile(builder: Any, network: Any, shapes: dict[str, Any]) -> Any:
     return profile
 
 
-def _refused(what: str, error: Any, errors: list[str]) -> OutriderError:
+def _parser_error(what: str, error: Any, errors: list[str]) -> OutriderError:
     """The error for a graph that the parser rejects. error: the parser's first one, if any."""
     if error is None:
-        return OutriderError("backend", f"{what}: {_reason(errors)}", REMEDY)
+        return OutriderError("backend", f"{what}: {_reason(errors)}", _REMEDY)
     node = f"{error.node_name()} ({error.node_operator()})"
     reason = _reason([line for line in error.desc().splitlines() if "Invalid Node" not in line])
-    return OutriderError("backend", f"{what} at node {node}: {reason}", REMEDY)
+    return OutriderError("backend", f"{what} at node {node}: {reason}", _REMEDY)
 
 
 def _reason(messages: list[str]) -> str:
@@ -342,4 +342,4 @@ def _reason(messages: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    _serve()
+    _answer_request()

@@ -25,7 +25,7 @@ LEVELS = range(0)  # it accepts levels but builds the same engine (docs/LOG.md)
 # Built for only when asked: an engine that includes Turing is different, and larger.
 TURING = 75
 # The first architecture with each feature that the builder calls "HW-specific".
-SINCE = {"bfloat16": 80, "int4": 80, "fp8": 89}
+FIRST_ARCHITECTURE = {"bfloat16": 80, "int4": 80, "fp8": 89}
 
 
 def versions() -> dict[str, str]:
@@ -49,26 +49,26 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     capabilities = _module().ComputeCapability.__members__
     known = [name.removeprefix("SM") for name in capabilities if name.startswith("SM")]
     present = sorted(map(str, present_gpus())) if not sm else []
-    wanted = [part.strip() for part in sm.split(",")] if sm else present
-    for part in wanted:
-        if part not in known:
+    requested = [number.strip() for number in sm.split(",")] if sm else present
+    for number in requested:
+        if number not in known:
             raise OutriderError(
                 "option",
                 f"{PRODUCT} {versions()[PACKAGE]} does not build for "
-                + (f"SM={part or sm}" if sm else f"the GPU of this machine (SM={part})"),
+                + (f"SM={number or sm}" if sm else f"the GPU of this machine (SM={number})"),
                 f"Set SM to the GPUs that will run the bundle, any of SM={','.join(known)}.",
             )
-    what = max((dtype, *weights), key=lambda name: SINCE.get(name, 0))
-    least = SINCE.get(what, 0)
-    if lacking := [part for part in wanted if int(part) < least]:
+    feature = max((dtype, *weights), key=lambda name: FIRST_ARCHITECTURE.get(name, 0))
+    oldest = FIRST_ARCHITECTURE.get(feature, 0)
+    if too_old := [number for number in requested if int(number) < oldest]:
         raise OutriderError(
             "option",
-            f"the GPU SM={lacking[0]} has no {what}, which needs SM={least} or newer",
-            f"Use another {'DTYPE' if what == dtype else 'WEIGHTS'}, or leave {lacking[0]} out of "
-            "SM.",
+            f"the GPU SM={too_old[0]} has no {feature}, which needs SM={oldest} or newer",
+            f"Use another {'DTYPE' if feature == dtype else 'WEIGHTS'}, or leave {too_old[0]} out "
+            "of SM.",
         )
-    chosen = map(int, wanted or known)
-    return [f"sm{n}" for n in sorted(set(chosen)) if wanted or n >= max(least, TURING + 1)]
+    chosen = map(int, requested or known)
+    return [f"sm{n}" for n in sorted(set(chosen)) if requested or n >= max(oldest, TURING + 1)]
 
 
 def plan(

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 Audio = str | PathLike[str] | npt.NDArray[np.floating[Any]]
 
-LOUDEST = 1e12  # largest sample for which float32 can hold the powers of the spectrum
-INSTALL = "Install the audio libraries: pip install soundfile soxr."
+MAX_SAMPLE = 1e12  # largest sample for which float32 can hold the powers of the spectrum
+_INSTALL_REMEDY = "Install the audio libraries: pip install soundfile soxr."
 # What libsndfile reports about a header that announces more bytes than there are. A program that
-# writes to a pipe does not know the size, and announces the largest one (`_UNKNOWN` or more).
-_CUT_OFF = re.compile(
+# writes to a pipe does not know the size, and announces the largest one (`_UNKNOWN_SIZE` or more).
+_TRUNCATED = re.compile(
     r"^ *(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-_UNKNOWN = 0x7FFF_0000
-_FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
+_UNKNOWN_SIZE = 0x7FFF_0000
+_FORMAT_REMEDY = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
 
 
 class Recording:
@@ -64,26 +64,26 @@ class Recording:
     def blocks(self, size: int) -> Iterator[Samples]:
         """Blocks of `size` samples; the last one may be shorter. Raises OutriderError "prompt" if a
         sample is not a number or the file is damaged, "backend" if an audio library is missing."""
-        held: list[Samples] = []
+        pending: list[Samples] = []
         missing = size
         starts = range(0, len(self._samples), size)
-        pieces = self._finite((self._samples[i : i + size] for i in starts), self.rate)
-        for piece in self._from_file(self._path, size) if self._path else pieces:
+        pieces = self._check_samples((self._samples[i : i + size] for i in starts), self.rate)
+        for piece in self._read_file(self._path, size) if self._path else pieces:
             rest = piece
             while len(rest) >= missing:
-                yield np.concatenate([*held, rest[:missing]])
-                rest, held, missing = rest[missing:], [], size
-            held.append(rest)
+                yield np.concatenate([*pending, rest[:missing]])
+                rest, pending, missing = rest[missing:], [], size
+            pending.append(rest)
             missing -= len(rest)
         if missing < size:
-            yield np.concatenate(held)
+            yield np.concatenate(pending)
 
-    def _from_file(self, path: Path, size: int) -> Iterator[Samples]:
-        with importing("soundfile", INSTALL):
+    def _read_file(self, path: Path, size: int) -> Iterator[Samples]:
+        with importing("soundfile", _INSTALL_REMEDY):
             import soundfile
-        with self._named(soundfile.LibsndfileError), soundfile.SoundFile(path) as file:
-            found = _CUT_OFF.search(file.extra_info)
-            if found and int(found[2]) < int(found[1]) < _UNKNOWN:
+        with self._reading_errors(soundfile.LibsndfileError), soundfile.SoundFile(path) as file:
+            found = _TRUNCATED.search(file.extra_info)
+            if found and int(found[2]) < int(found[1]) < _UNKNOWN_SIZE:
                 raise OutriderError(
                     "prompt",
                     f"{self.name} is truncated: it has {found[2]} of {found[1]} bytes of audio",
@@ -91,34 +91,34 @@ class Recording:
                 )
             # Resampling from a low rate makes many samples of one.
             piece = max(1, min(size, size * file.samplerate // self.rate))
-            pieces = self._finite(self._mono(file, piece), file.samplerate)
+            pieces = self._check_samples(self._read_mono(file, piece), file.samplerate)
             yield from (
-                pieces if file.samplerate == self.rate else self._resampled(pieces, file.samplerate)
+                pieces if file.samplerate == self.rate else self._resample(pieces, file.samplerate)
             )
 
-    def _mono(self, file: soundfile.SoundFile, size: int) -> Iterator[Samples]:
+    def _read_mono(self, file: soundfile.SoundFile, size: int) -> Iterator[Samples]:
         while len(piece := file.read(size, dtype="float32", always_2d=True)):
             yield piece.mean(axis=1)
 
-    def _resampled(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
-        with importing("soxr", INSTALL):
+    def _resample(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
+        with importing("soxr", _INSTALL_REMEDY):
             import soxr
         try:
             stream = soxr.ResampleStream(rate, self.rate, 1, dtype="float32")
         except (RuntimeError, ValueError) as error:
             cause = f"{self.name} has {rate} samples per second: {first_line(error)}"
-            raise OutriderError("prompt", cause, _FORMATS) from None
+            raise OutriderError("prompt", cause, _FORMAT_REMEDY) from None
         for piece in pieces:
             yield stream.resample_chunk(piece)
         yield stream.resample_chunk(np.empty(0, np.float32), last=True)
 
-    def _finite(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
+    def _check_samples(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
         begin = 0
         for piece in pieces:
-            odd = np.flatnonzero(~(np.abs(piece) <= LOUDEST))
-            if len(odd):
-                at = begin + int(odd[0])
-                kind = "far too large" if np.isfinite(piece[odd[0]]) else "not a finite number"
+            invalid = np.flatnonzero(~(np.abs(piece) <= MAX_SAMPLE))
+            if len(invalid):
+                at = begin + int(invalid[0])
+                kind = "far too large" if np.isfinite(piece[invalid[0]]) else "not a finite number"
                 raise OutriderError(
                     "prompt",
                     f"{self.name} has a sample that is {kind}, after {at / rate:.3f} s",
@@ -128,13 +128,13 @@ class Recording:
             yield piece
 
     @contextmanager
-    def _named(self, kind: type[Exception]) -> Iterator[None]:
+    def _reading_errors(self, error_class: type[Exception]) -> Iterator[None]:
         try:
             yield
-        except kind as error:
-            why = getattr(error, "error_string", first_line(error)).rstrip(". ")
-            cause = f"{self.name} cannot be read as audio: {why}"
-            raise OutriderError("prompt", cause, _FORMATS) from None
+        except error_class as error:
+            reason = getattr(error, "error_string", first_line(error)).rstrip(". ")
+            cause = f"{self.name} cannot be read as audio: {reason}"
+            raise OutriderError("prompt", cause, _FORMAT_REMEDY) from None
 
 
 def check_file(audio: str | PathLike[str]) -> None:
@@ -143,7 +143,7 @@ def check_file(audio: str | PathLike[str]) -> None:
     try:
         if path.exists() and not path.is_file():  # a pipe cannot be read twice
             cause = f"{path} is a folder" if path.is_dir() else f"{path} is not a regular file"
-            raise OutriderError("prompt", cause, _FORMATS)
+            raise OutriderError("prompt", cause, _FORMAT_REMEDY)
         path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         cause = f"cannot read {path}: {getattr(error, 'strerror', None) or first_line(error)}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from .transcription import Segment
 
 
-def clock(seconds: float, point: str = ".") -> str:
+def format_time(seconds: float, point: str = ".") -> str:
     """Seconds as HH:MM:SS.mmm, or with another character before the milliseconds."""
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, second = divmod(whole, 60)
@@ -18,28 +18,28 @@ def clock(seconds: float, point: str = ".") -> str:
 def lines(segments: Iterable[Segment]) -> Iterator[str]:
     """A line with times for each segment that has text."""
     for segment in segments:
-        if text := _one_line(segment):
-            yield f"[{clock(segment.start)} --> {clock(segment.end)}] {text}\n"
+        if text := _single_line(segment):
+            yield f"[{format_time(segment.start)} --> {format_time(segment.end)}] {text}\n"
 
 
 def subrip(segments: Iterable[Segment], numbers: Iterator[int]) -> Iterator[str]:
     """The cues of an .srt file: one, with the next number, for each segment that has text."""
     for segment in segments:
-        if text := _one_line(segment):
-            times = f"{clock(segment.start, ',')} --> {clock(segment.end, ',')}"
+        if text := _single_line(segment):
+            times = f"{format_time(segment.start, ',')} --> {format_time(segment.end, ',')}"
             yield f"{next(numbers)}\n{times}\n{text}\n\n"
 
 
-WEBVTT = "WEBVTT\n\n"  # how a .vtt file begins
+WEBVTT_HEADER = "WEBVTT\n\n"  # how a .vtt file begins
 
 
 def webvtt(segments: Iterable[Segment]) -> Iterator[str]:
-    """The cues of a .vtt file, to follow `WEBVTT`. Text that looks like markup is escaped."""
+    """The cues of a .vtt file, after `WEBVTT_HEADER`. Text that looks like markup is escaped."""
     for segment in segments:
-        if text := _one_line(segment):
-            times = f"{clock(segment.start)} --> {clock(segment.end)}"
+        if text := _single_line(segment):
+            times = f"{format_time(segment.start)} --> {format_time(segment.end)}"
             yield f"{times}\n{html.escape(text, quote=False)}\n\n"
 
 
-def _one_line(segment: Segment) -> str:
+def _single_line(segment: Segment) -> str:
     return " ".join(segment.text.split())

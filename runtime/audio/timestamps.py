@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-STRIDE = 2  # frames of features per position of the encoder and per step of the timestamps
+FRAMES_PER_STEP = 2  # frames of features per position of the encoder and per step of the timestamps
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _log_sum(scores: npt.NDArray[np.float32]) -> float:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TimedTokens:
     """A segment of a window. begin, end: seconds. tokens: including its timestamps."""
 
     begin: float
@@ -73,9 +73,9 @@ class Cut:
     tokens: list[int]
 
 
-def cut(
+def split_window(
     tokens: Sequence[int], *, zero: int, seek: int, frames: int, seconds: float
-) -> tuple[list[Cut], int]:
+) -> tuple[list[TimedTokens], int]:
     """Cut a window's tokens into segments. Returns them, and how many frames further the next
     window begins.
 
@@ -84,17 +84,17 @@ def cut(
     the last pair of timestamps are dropped: the next window begins there and hears that part as a
     whole. Without a pair everything is one segment.
     """
-    step = STRIDE * seconds
-    offset = seek * step / STRIDE
+    step = FRAMES_PER_STEP * seconds
+    offset = seek * step / FRAMES_PER_STEP
     timed = [token >= zero for token in tokens]
     pairs = [i for i, (a, b) in enumerate(pairwise(timed), start=1) if a and b]
     closed = timed[-2:] == [False, True]  # no speech after the last timestamp
     if not pairs:
-        steps = frames // STRIDE  # Transformers may get one less by float32 rounding
+        steps = frames // FRAMES_PER_STEP  # Transformers may get one less by float32 rounding
         last = next((token for token in reversed(tokens) if token >= zero), zero)
         if last != zero:
             steps = last - zero
-        return [Cut(offset, offset + steps * step, list(tokens))], frames
+        return [TimedTokens(offset, offset + steps * step, list(tokens))], frames
     # Keep the last timestamp of a text that is not closed, which marks it as such.
     ends = [*pairs, len(tokens)] if closed else [*pairs[:-1], pairs[-1] + 1]
     parts = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
@@ -102,6 +102,6 @@ def cut(
     for i, part in enumerate(parts):
         last = part[-2] if i == len(parts) - 1 and not closed else part[-1]
         begin, end = offset + (part[0] - zero) * step, offset + (last - zero) * step
-        cuts.append(Cut(begin, end, list(part)))
+        cuts.append(TimedTokens(begin, end, list(part)))
     # A pair at time 0, which only a text without requested timestamps can have, would not advance.
-    return cuts, frames if closed else (last - zero) * STRIDE or frames
+    return cuts, frames if closed else (last - zero) * FRAMES_PER_STEP or frames

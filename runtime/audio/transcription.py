@@ -19,10 +19,10 @@ from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import log_softmax
 from ..sequence import Token
 from .mel import MelFrames
-from .timestamps import Cut, TimestampRule, cut
+from .timestamps import TimedTokens, TimestampRule, split_window
 from .windows import Windows
 
-COLD = 0.5  # a text sampled at this temperature or above is not used as context for the next
+CONTEXT_TEMPERATURE = 0.5  # a text sampled at this or above is not used as context for the next
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class SpeechOptions:
 
     @property
     def temperatures(self) -> list[float]:
-        given: Any = self.temperature
-        return list(given) if isinstance(given, Sequence) or np.ndim(given) else [given]
+        values: Any = self.temperature
+        return list(values) if isinstance(values, Sequence) or np.ndim(values) else [values]
 
     def check(self, facts: AudioFacts) -> None:
         """Raise OutriderError "option" for options that the model does not support."""
@@ -123,7 +123,7 @@ class Segment:
     token_ids: list[int]
 
 
-class Say(Protocol):
+class GenerateTokens(Protocol):
     """Generates the tokens that follow a prompt for a window [mels, frames], with log-probabilities
     if requested. Never generates tokens that the checkpoint suppresses."""
 
@@ -139,13 +139,13 @@ class Say(Protocol):
 
 
 # Computes the raw logits [V] after a prompt, for a window.
-Look = Callable[[list[int], MelFrames], npt.NDArray[np.float32]]
+PromptLogits = Callable[[list[int], MelFrames], npt.NDArray[np.float32]]
 
 
-class Listener:
+class Transcriber:
     """Transcribes a recording, segment by segment.
 
-    facts, features: of the target. spell: decodes token ids to text. end: the end-of-text token.
+    facts, features: of the target. decode: decodes token ids to text. end: the end-of-text token.
     max_len: maximum number of tokens of a text, including the prompt.
     """
 
@@ -154,59 +154,67 @@ class Listener:
         facts: AudioFacts,
         features: FeatureFacts,
         options: SpeechOptions,
-        say: Say,
-        look: Look,
-        spell: Callable[[Sequence[int]], str],
+        generate: GenerateTokens,
+        prompt_logits: PromptLogits,
+        decode: Callable[[Sequence[int]], str],
         *,
         end: int,
         max_len: int,
     ):
         assert facts.no_timestamps_token_id is not None, "checked with the options"
         self._facts, self._options = facts, options
-        self._say, self._look, self._spell = say, look, spell
+        self._generate, self._prompt_logits, self._decode = generate, prompt_logits, decode
         self._seconds = features.hop_length / features.sampling_rate  # of a frame
         self._languages = languages(facts)
-        self._start, self._end, self._untimed = (
+        self._start, self._end, self._no_timestamps = (
             facts.decoder_start_token_id, end, facts.no_timestamps_token_id
         )  # fmt: skip
-        self._most_context = max_len // 2 - 1
-        asked = options.language
-        self.language = None if asked is None else language_code(asked, facts)
-        self.windows = 0  # transcribed so far
+        self._max_context = max_len // 2 - 1
+        language = options.language
+        self.language = None if language is None else language_code(language, facts)
+        self.window_count = 0  # transcribed so far
 
     def segments(self, windows: Windows) -> Iterator[tuple[list[Segment], int]]:
         """For each window its segments, and the frame up to which the recording is transcribed."""
         timed = self._options.timestamps or windows.frames > windows.width
         if self.language is None and self._languages:
-            self.language = self._detect(windows.at(0))
+            self.language = self._detect_language(windows.window_at(0))
         begin, latest = self._prompt(timed), self._facts.max_initial_timestamp_index
-        processors = [TimestampRule(self._untimed, self._end, latest)] if timed else []
-        said: list[Cut] = []
-        seek, warm = 0, self._options.condition_on_prev_tokens
+        processors = [TimestampRule(self._no_timestamps, self._end, latest)] if timed else []
+        previous: list[TimedTokens] = []
+        seek, use_context = 0, self._options.condition_on_prev_tokens
         while seek < windows.frames:
-            window, frames = windows.at(seek), min(windows.width, windows.frames - seek)
-            before = self._before(said) if warm and said else []
-            self.windows += 1
-            tokens, temperature = self._text([*before, *begin], window, processors, len(begin))
-            warm = self._options.condition_on_prev_tokens and temperature < COLD
+            window, frames = windows.window_at(seek), min(windows.width, windows.frames - seek)
+            context = self._previous_text(previous) if use_context and previous else []
+            self.window_count += 1
+            tokens, temperature = self._window_tokens(
+                [*context, *begin], window, processors, len(begin)
+            )
+            use_context = (
+                self._options.condition_on_prev_tokens and temperature < CONTEXT_TEMPERATURE
+            )
             if tokens is None:
-                cuts, further = list[Cut](), frames
+                parts, step = list[TimedTokens](), frames
             else:  # a text without requested timestamps rarely has any
-                cuts, further = cut(
-                    tokens, zero=self._untimed + 1, seek=seek, frames=frames, seconds=self._seconds
+                parts, step = split_window(
+                    tokens,
+                    zero=self._no_timestamps + 1,
+                    seek=seek,
+                    frames=frames,
+                    seconds=self._seconds,
                 )
-            said += cuts
-            seek += further
-            segments = [Segment(x.begin, x.end, self.spell(x.tokens), x.tokens) for x in cuts]
+            previous += parts
+            seek += step
+            segments = [Segment(x.begin, x.end, self.decode(x.tokens), x.tokens) for x in parts]
             yield segments, min(seek, windows.frames)
 
-    def spell(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without timestamps, which are not special in every tokenizer."""
-        return self._spell([token for token in tokens if token <= self._untimed])
+        return self._decode([token for token in tokens if token <= self._no_timestamps])
 
-    def _detect(self, window: MelFrames) -> str:
+    def _detect_language(self, window: MelFrames) -> str:
         """The code of the most probable language."""
-        logits = self._look([self._start], window)
+        logits = self._prompt_logits([self._start], window)
         return max(self._languages, key=lambda code: logits[self._languages[code]])
 
     def _prompt(self, timed: bool) -> list[int]:
@@ -214,46 +222,47 @@ class Listener:
         prompt = [self._start]
         if self.language is not None:
             prompt += [self._languages[self.language], self._facts.task_to_id[self._options.task]]
-        return prompt if timed else [*prompt, self._untimed]
+        return prompt if timed else [*prompt, self._no_timestamps]
 
-    def _before(self, said: Sequence[Cut]) -> list[int]:
+    def _previous_text(self, previous: Sequence[TimedTokens]) -> list[int]:
         """The previous text, as context of a window. If a segment ends in a pair of timestamps, the
         second one begins the next segment and is left out."""
         text: list[int] = []
-        for part in said:
-            paired = len(part.tokens) > 2 and part.tokens[-2] > self._untimed
+        for part in previous:
+            paired = len(part.tokens) > 2 and part.tokens[-2] > self._no_timestamps
             text += part.tokens[:-1] if paired else part.tokens
         mark = self._facts.prev_sot_token_id
-        return [*([] if mark is None else [mark]), *text[-self._most_context :]]
+        return [*([] if mark is None else [mark]), *text[-self._max_context :]]
 
-    def _text(
+    def _window_tokens(
         self, prompt: list[int], window: MelFrames, processors: Sequence[LogitsProcessor], own: int
     ) -> tuple[list[int] | None, float]:
         """A window's tokens without the end of the text, or None if nobody speaks, and the
         temperature that was used. own: number of prompt tokens that are not context."""
-        options, silence = self._options, 0.0
+        options, no_speech = self._options, 0.0
         if options.no_speech_threshold is not None:
-            silence = self._silence(prompt[: len(prompt) - own + 1], window)
+            no_speech = self._no_speech_probability(prompt[: len(prompt) - own + 1], window)
         for temperature in options.temperatures:
             logprobs = options.logprob_threshold is not None
-            said = self._say(prompt, window, processors, temperature, logprobs=logprobs)
-            tokens = [token.id for token in said]
-            unsure = options.logprob_threshold is not None and (
-                sum(token.logprob or 0.0 for token in said) / len(said) < options.logprob_threshold
+            output = self._generate(prompt, window, processors, temperature, logprobs=logprobs)
+            tokens = [token.id for token in output]
+            improbable = options.logprob_threshold is not None and (
+                sum(token.logprob or 0.0 for token in output) / len(output)
+                < options.logprob_threshold
             )
-            if unsure and silence > (options.no_speech_threshold or 0.0):
+            if improbable and no_speech > (options.no_speech_threshold or 0.0):
                 return None, temperature
-            most = options.compression_ratio_threshold
-            if not unsure and (most is None or compression(tokens) <= most):
+            max_ratio = options.compression_ratio_threshold
+            if not improbable and (max_ratio is None or compression_ratio(tokens) <= max_ratio):
                 break
         return (tokens[:-1] if tokens[-1] == self._end else tokens), temperature
 
-    def _silence(self, prompt: list[int], window: MelFrames) -> float:
+    def _no_speech_probability(self, prompt: list[int], window: MelFrames) -> float:
         """The probability of the no-speech token, whose id is one below `no_timestamps`."""
-        return math.exp(log_softmax(self._look(prompt, window))[self._untimed - 1])
+        return math.exp(log_softmax(self._prompt_logits(prompt, window))[self._no_timestamps - 1])
 
 
-def compression(tokens: Sequence[int]) -> float:
+def compression_ratio(tokens: Sequence[int]) -> float:
     """The factor by which zlib compresses the tokens, stored in two bytes each, which is enough for
     all of Whisper's ids."""
     content = b"".join(token.to_bytes(2, "little") for token in tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..files.errors import OutriderError
-from .mel import LogMel, MelFrames, Samples, scaled
+from .mel import LogMel, MelFrames, Samples, scale_features
 from .recording import Recording
 
 
@@ -26,16 +26,16 @@ class Windows:
         self._recording = recording
         self._size, self.width = size, size // log_mel.hop  # samples and frames of a window
         self._count, loudest = 0, -np.inf
-        for logs in log_mel.logs(self._padded()):
+        for logs in log_mel.log_powers(self._padded_blocks()):
             loudest = max(loudest, float(logs.max()))
         self._loudest = loudest
         self.duration = self._count / recording.rate  # seconds
         whole = self._count if self._count > self._size else self._count + log_mel.hop - 1
         self.frames = whole // log_mel.hop  # of the recording
-        self._logs = log_mel.logs(self._padded())
-        self._begin, self._held = 0, np.empty((0, 0), np.float32)
+        self._logs = log_mel.log_powers(self._padded_blocks())
+        self._begin, self._pending = 0, np.empty((0, 0), np.float32)
 
-    def _padded(self) -> Iterator[Samples]:
+    def _padded_blocks(self) -> Iterator[Samples]:
         self._count = 0
         for block in self._recording.blocks(self._size):
             # Only a first block that is short needs padding: later short ones end a recording.
@@ -48,16 +48,16 @@ class Windows:
                 "Give a recording that has samples.",
             )  # fmt: skip
 
-    def at(self, frame: int) -> MelFrames:
+    def window_at(self, frame: int) -> MelFrames:
         """The window [mels, width] from this frame on, which is not before that of the last
         call."""
-        while self._begin + self._held.shape[1] < frame + self.width:
-            if (more := next(self._logs, None)) is None:
+        while self._begin + self._pending.shape[1] < frame + self.width:
+            if (block := next(self._logs, None)) is None:
                 break
-            logs = scaled(more, self._loudest)
-            skipped = min(max(0, frame - self._begin), self._held.shape[1])
-            rest = self._held[:, skipped:]
-            self._held = np.hstack([rest, logs]) if rest.size else logs
+            logs = scale_features(block, self._loudest)
+            skipped = min(max(0, frame - self._begin), self._pending.shape[1])
+            rest = self._pending[:, skipped:]
+            self._pending = np.hstack([rest, logs]) if rest.size else logs
             self._begin += skipped
-        window = self._held[:, frame - self._begin :][:, : self.width]
+        window = self._pending[:, frame - self._begin :][:, : self.width]
         return np.pad(window, ((0, 0), (0, self.width - window.shape[1])))

@@ -38,7 +38,7 @@ ALIGNMENT = 16  # bytes: compiled code copies arguments that are not aligned to 
 class Call(NamedTuple):
     """The arguments of a call, as views of the engine's memory."""
 
-    ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
+    integer_inputs: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
     # In the contract's order, each [B, Hkv, S, D]; with an encoder followed by those of the
     # sources, which are only read, and the sources' lengths, int64 [B].
     caches: list[torch.Tensor]
@@ -78,9 +78,9 @@ class Package:
         )
         # The loader never releases its references, which would keep the memory after this object
         # is gone. So it gets detached tensors, which are emptied when the loader is.
-        own = [tensor.detach() for tensor in read.values()]
-        loader.load_constants(dict(zip(read, own, strict=True)), False, True, True)
-        finalize(loader, _empty, own).atexit = False  # at exit a thread may still be computing
+        detached = [tensor.detach() for tensor in read.values()]
+        loader.load_constants(dict(zip(read, detached, strict=True)), False, True, True)
+        finalize(loader, _empty, detached).atexit = False  # at exit a thread may still be computing
         self.run = loader.run
 
 
@@ -114,7 +114,7 @@ def load_weights(
 
 
 @contextmanager
-def opening(folder: Path, remedy: str) -> Iterator[None]:
+def translate_load_errors(folder: Path, remedy: str) -> Iterator[None]:
     """Raise OutriderError "backend" if anything within fails: the package cannot be loaded."""
     try:
         yield
@@ -131,7 +131,7 @@ class AotiEngine(HostEngine[Call]):
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         self._torch, self._threads = import_torch(), threads
-        with opening(folder, "Build the bundle again."):
+        with translate_load_errors(folder, "Build the bundle again."):
             self._loader = Package(folder)
             self._encoder = Package(folder, encoder=True) if facts.encoder else None
         self.weights = self._loader.weights
@@ -141,9 +141,9 @@ class AotiEngine(HostEngine[Call]):
     def check(cls, manifest: Manifest, folder: Path) -> None:
         """Refuse code that uses instruction sets this machine lacks."""
         import_torch(manifest.versions.get("torch"))
-        here = set(cpu_targets())
+        supported = set(cpu_targets())
         for engine in (manifest.engines or {}).values():
-            missing = [target for target in engine.targets if target not in here]
+            missing = [target for target in engine.targets if target not in supported]
             if missing:
                 raise OutriderError(
                     "backend",
@@ -169,44 +169,44 @@ class AotiEngine(HostEngine[Call]):
         assert self._encoder is not None
         if isinstance(source, np.ndarray):  # otherwise the output of another package
             source = self._torch.from_numpy(source.copy())  # a copy, since it may be read-only
-        with self._own_threads():
-            found = self._encoder.run([source])
-        assert len(names) <= len(found)  # the states come last and may not be wanted
-        return dict(zip(names, found, strict=False))
+        with self._requested_threads():
+            outputs = self._encoder.run([source])
+        assert len(names) <= len(outputs)  # the states come last and may not be wanted
+        return dict(zip(names, outputs, strict=False))
 
     def _run(self, call: Call) -> None:
-        with self._own_threads():
+        with self._requested_threads():
             # The package allocates its output, which is copied; caches are updated in place.
-            call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
+            call.logits.copy_(self._loader.run([*call.integer_inputs, *call.caches])[0])
 
     @contextmanager
-    def _own_threads(self) -> Iterator[None]:
+    def _requested_threads(self) -> Iterator[None]:
         """Run with the requested number of threads."""
-        before = self._torch.get_num_threads()
+        previous = self._torch.get_num_threads()
         if self._threads:  # the setting is global: restore the host application's afterwards
             self._torch.set_num_threads(self._threads)
         try:
             yield
         finally:
             if self._threads:
-                self._torch.set_num_threads(before)
+                self._torch.set_num_threads(previous)
 
 
 class TorchGpu:
     """The device and stream of a `Cuda`, for torch; everything that uses torch.cuda is here."""
 
-    _made: ClassVar[WeakKeyDictionary[Cuda, TorchGpu]] = WeakKeyDictionary()
+    _instances: ClassVar[WeakKeyDictionary[Cuda, TorchGpu]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, cuda: Cuda, stream: int) -> TorchGpu:
         """The one instance for all engines of a decoder, whose graphs share its memory pool."""
-        if cuda not in cls._made:
-            cls._made[cuda] = cls(cuda, stream)
-        return cls._made[cuda]
+        if cuda not in cls._instances:
+            cls._instances[cuda] = cls(cuda, stream)
+        return cls._instances[cuda]
 
     def __init__(self, cuda: Cuda, stream: int):
         self._torch = import_torch()
-        cuda.use()  # torch uses the current device
+        cuda.make_current()  # torch uses the current device
         self._torch.cuda.init()
         self.index, self.device = cuda.ordinal, f"cuda:{cuda.ordinal}"
         self._stream = self._torch.cuda.ExternalStream(stream, self.device)
@@ -258,14 +258,14 @@ class AotiCudaEngine(PreparedEngine):
     # Not measured yet. It has to cover cuBLAS workspaces (32 MiB each on Hopper), its kernels as
     # they are loaded, a prompt's activations and the pool of the graphs.
     allowance = 1 << 28
-    _library, _gpu = "AOTInductor", TorchGpu  # replaced in tests
+    _library, _gpu_class = "AOTInductor", TorchGpu  # replaced in tests
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
-        return facts.dtype  # see engines.aotinductor.fitted
+        return facts.dtype  # see engines.gpu_program.adapt_to_gpu
 
     @classmethod
-    def give_back(cls) -> None:
+    def release_unused_memory(cls) -> None:
         gc.collect()
         import_torch().cuda.empty_cache()
 
@@ -274,8 +274,8 @@ class AotiCudaEngine(PreparedEngine):
         self._dtype = getattr(self._torch, facts.dtype)
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by (first slot, slot count)
         remedy = "Build the bundle again, on this machine, or free some memory of the GPU."
-        with opening(folder, remedy):
-            self.gpu = self._gpu.of(self.cuda, self.stream)
+        with translate_load_errors(folder, remedy):
+            self.gpu = self._gpu_class.of(self.cuda, self.stream)
             self._loader = Package(folder, self.gpu.index, self.gpu.device)
         self.weights = self._loader.weights
 
@@ -285,8 +285,10 @@ class AotiCudaEngine(PreparedEngine):
     def _run(self, call: Call) -> None:
         def work() -> None:
             # The package would copy unaligned ids itself, but with a warning each time.
-            ids = [x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.ids]
-            (logits,) = self._loader.run([*ids, *call.caches])
+            inputs = [
+                x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.integer_inputs
+            ]
+            (logits,) = self._loader.run([*inputs, *call.caches])
             call.logits.copy_(logits, non_blocking=True)
 
         self.gpu.enqueue(work)
@@ -297,10 +299,13 @@ class AotiCudaEngine(PreparedEngine):
         if slots is None:
             slots = self._slots[call.first_slot, call.batch] = [
                 self._view(address, self._dtype, *shape)
-                for _, address, shape in self.caches_of(call)
+                for _, address, shape in self.cache_tensors(call)
             ]
         return Call(
-            [self._view(address, torch.int64, *shape) for _, address, shape in call.ids()],
+            [
+                self._view(address, torch.int64, *shape)
+                for _, address, shape in call.integer_inputs()
+            ],
             slots,
             self._view(
                 call.logits, getattr(torch, self.logit_type), call.batch, call.outputs,

@@ -24,12 +24,12 @@ from ..files.errors import OutriderError, first_line, importing
 
 Array = npt.NDArray[Any]
 # Pieces of page-locked memory, and bytes of each: one holds a prompt of 2,000 tokens.
-PIECES, PIECE = 32, 1 << 14
+STAGING_PIECES, PIECE_BYTES = 32, 1 << 14
 
 # During a capture no thread may wait for its context ("Stream management" of the CUDA driver's
 # documentation). So the garbage collector pauses, and what other threads drop is released later.
 _captures: list[bool] = []  # those under way: whether the collector was enabled before
-_left: list[Callable[[], None]] = []
+_deferred_releases: list[Callable[[], None]] = []
 
 
 class CaptureError(Exception):
@@ -57,25 +57,25 @@ class Cuda:
         self._call("cuInit", 0)
         device = self._call("cuDeviceGet", ordinal)
         self.ordinal = ordinal
-        kinds, name = self._driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
+        attributes, name = self._driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
         self.capability: tuple[int, int] = (
-            self._call("cuDeviceGetAttribute", getattr(kinds, f"{name}_MAJOR"), device),
-            self._call("cuDeviceGetAttribute", getattr(kinds, f"{name}_MINOR"), device),
+            self._call("cuDeviceGetAttribute", getattr(attributes, f"{name}_MAJOR"), device),
+            self._call("cuDeviceGetAttribute", getattr(attributes, f"{name}_MINOR"), device),
         )
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
-        self.use()
+        self.make_current()
         # Resources to release, newest first, when this object is garbage collected.
         self._owned: list[tuple[str, Any]] = []
-        self._stages: deque[tuple[npt.NDArray[np.uint8], Any]] = deque()  # oldest first
-        weakref.finalize(self, _give_back, self._driver, self._context, self._owned)
+        self._staging: deque[tuple[npt.NDArray[np.uint8], Any]] = deque()  # oldest first
+        weakref.finalize(self, _release, self._driver, self._context, self._owned)
 
-    def use(self) -> None:
+    def make_current(self) -> None:
         """Make the context current in this thread."""
         self._call("cuCtxSetCurrent", self._context)
 
     # Memory
 
-    def memory(self) -> tuple[int, int]:
+    def memory_info(self) -> tuple[int, int]:
         """Free and total bytes."""
         free, total = self._call("cuMemGetInfo")
         return free, total
@@ -88,7 +88,7 @@ class Cuda:
         self._call("cuStreamSynchronize", 0)  # our streams do not wait for the default one
         return address
 
-    def pinned(self, size: int) -> npt.NDArray[np.uint8]:
+    def allocate_pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Page-locked host memory, which lives as long as this object. The device can address it,
         and only into such memory can it copy without making the host wait."""
         address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
@@ -110,23 +110,25 @@ class Cuda:
         """
         assert array.flags.c_contiguous
         data = array.reshape(-1).view(np.uint8)
-        for begin in range(0, len(data), PIECE):
-            part = data[begin : begin + PIECE]
-            staged, copied = self._stage()
+        for begin in range(0, len(data), PIECE_BYTES):
+            part = data[begin : begin + PIECE_BYTES]
+            staged, copied = self._next_staging_piece()
             staged[: len(part)] = part
             self._call("cuMemcpyHtoDAsync", address + begin, staged.ctypes.data, len(part), stream)
             self.record(copied, stream)
 
-    def _stage(self) -> tuple[npt.NDArray[np.uint8], Any]:
+    def _next_staging_piece(self) -> tuple[npt.NDArray[np.uint8], Any]:
         """A piece of page-locked memory that no copy still reads, and the event to record after
         its next copy."""
-        if not self._stages:
-            memory = self.pinned(PIECES * PIECE).reshape(PIECES, PIECE)
-            self._stages.extend((piece, self.event()) for piece in memory)
-        staged, copied = self._stages[0]
-        self._stages.rotate(-1)
-        if not self.reached(copied):
-            self.wait_for(copied)
+        if not self._staging:
+            memory = self.allocate_pinned(STAGING_PIECES * PIECE_BYTES).reshape(
+                STAGING_PIECES, PIECE_BYTES
+            )
+            self._staging.extend((piece, self.create_event()) for piece in memory)
+        staged, copied = self._staging[0]
+        self._staging.rotate(-1)
+        if not self.is_event_done(copied):
+            self.wait_for_event(copied)
         return staged, copied
 
     def zero(self, address: int, size: int, stream: int) -> None:
@@ -138,37 +140,37 @@ class Cuda:
         self._call("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def download(self, target: Array, address: int, stream: int) -> None:
-        """Copy from the device into `target` (allocated by `pinned`), in the stream's order."""
+        """Copy from the device into `target` (by `allocate_pinned`), in the stream's order."""
         self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
 
     # Streams, events, graphs
 
-    def stream(self) -> int:
+    def create_stream(self) -> int:
         """A new stream that does not wait for the default one."""
         return int(self._call("cuStreamCreate", 1))  # CU_STREAM_NON_BLOCKING
 
-    def wait(self, stream: int) -> None:
+    def wait_for_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
 
-    def event(self) -> Any:
+    def create_event(self) -> Any:
         return self._call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
     def record(self, event: Any, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for_event(self, event: Any) -> None:
         self._call("cuEventSynchronize", event)
 
-    def reached(self, event: Any) -> bool:
+    def is_event_done(self, event: Any) -> bool:
         """Whether the work before the event's last record has ended; True if the event was never
         recorded."""
-        return self._ready("cuEventQuery", event)
+        return self._is_done("cuEventQuery", event)
 
-    def done(self, stream: int) -> bool:
+    def is_stream_done(self, stream: int) -> bool:
         """Whether all work on the stream has ended. Raises if it failed."""
-        return self._ready("cuStreamQuery", stream)
+        return self._is_done("cuStreamQuery", stream)
 
-    def _ready(self, query: str, what: Any) -> bool:
+    def _is_done(self, query: str, what: Any) -> bool:
         status = getattr(self._driver, query)(what)[0]
         if status.name == "CUDA_ERROR_NOT_READY":
             return False
@@ -182,8 +184,8 @@ class Cuda:
         """
         with _capturing():
             self._call("cuStreamBeginCapture", stream, self._capture_mode())
-            graph = self._recorded(enqueue, stream)
-        return self._executable(graph)
+            graph = self._record(enqueue, stream)
+        return self._instantiate(graph)
 
     def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Graph:
         """Like `capture`, but the graph is a loop whose body repeats while one of its kernels sets
@@ -192,10 +194,10 @@ class Cuda:
         enqueue: takes the condition's handle. Raises CaptureError.
         """
         with _capturing():
-            graph, body = self._recorded_loop(enqueue, stream)
-        return self._executable(graph, body)
+            graph, body = self._record_loop(enqueue, stream)
+        return self._instantiate(graph, body)
 
-    def _recorded_loop(self, enqueue: Callable[[int], None], stream: int) -> tuple[Any, Any]:
+    def _record_loop(self, enqueue: Callable[[int], None], stream: int) -> tuple[Any, Any]:
         driver = self._driver
         try:
             graph = self._call("cuGraphCreate", 0)
@@ -204,8 +206,8 @@ class Cuda:
             node = driver.CUgraphNodeParams()
             node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
             node.conditional.handle, node.conditional.ctx = handle, self._context
-            kinds = driver.CUgraphConditionalNodeType
-            node.conditional.type, node.conditional.size = kinds.CU_GRAPH_COND_TYPE_WHILE, 1
+            node_types = driver.CUgraphConditionalNodeType
+            node.conditional.type, node.conditional.size = node_types.CU_GRAPH_COND_TYPE_WHILE, 1
             self._call("cuGraphAddNode", graph, None, None, 0, node)
             body = node.conditional.phGraph_out[0]
             self._call(
@@ -214,13 +216,13 @@ class Cuda:
         except (OutriderError, AttributeError, TypeError) as error:
             # The driver or the bindings do not support loops.
             raise CaptureError(first_line(error)) from error
-        self._recorded(lambda: enqueue(int(handle)), stream)
+        self._record(lambda: enqueue(int(handle)), stream)
         return graph, body
 
     def _capture_mode(self) -> Any:
         return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
-    def _recorded(self, enqueue: Callable[[], None], stream: int) -> Any:
+    def _record(self, enqueue: Callable[[], None], stream: int) -> Any:
         """The graph of what `enqueue` puts on a stream that is capturing."""
         failure: BaseException | None = None
         try:
@@ -236,7 +238,7 @@ class Cuda:
             raise CaptureError(f"cuStreamEndCapture: {status.name}")
         return graph
 
-    def _executable(self, graph: Any, body: Any = None) -> Graph:
+    def _instantiate(self, graph: Any, body: Any = None) -> Graph:
         """Instantiate a graph. body: of a loop, the graph that is repeated."""
         _, nodes = self._call("cuGraphGetNodes", graph if body is None else body)
         status, executable = self._driver.cuGraphInstantiate(graph, 0)
@@ -250,9 +252,9 @@ class Cuda:
         self._call("cuGraphLaunch", graph.executable, stream)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        error, *answer = getattr(self._driver, name)(*arguments)
+        error, *result = getattr(self._driver, name)(*arguments)
         self._check(name, error, *arguments)
-        return answer[0] if len(answer) == 1 else tuple(answer) or None
+        return result[0] if len(result) == 1 else tuple(result) or None
 
     def _check(self, name: str, error: Any, *arguments: Any) -> None:
         if not int(error):
@@ -277,20 +279,20 @@ def _capturing() -> Iterator[None]:
     try:
         yield
     finally:
-        collects = _captures.pop()  # the first capture's value stays until the last one ends
+        gc_was_enabled = _captures.pop()  # the first capture's value stays until the last one ends
         if not _captures:
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
             with suppress(IndexError):  # another thread may have emptied it
-                while _left:
-                    _left.pop()()
+                while _deferred_releases:
+                    _deferred_releases.pop()()
 
 
-def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
+def _release(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
     """Release resources, once all launched work has ended. Errors are ignored: nobody is left to
     handle them."""
     if _captures:
-        _left.append(partial(_give_back, driver, context, owned))
+        _deferred_releases.append(partial(_release, driver, context, owned))
         return
     if int(driver.cuCtxPushCurrent(context)[0]):  # the interrupted code may use another context
         return

@@ -15,7 +15,7 @@ import numpy as np
 from ..files.errors import OutriderError, first_line
 from ..files.manifest import CHUNK, Dtype, EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import HeldRows, Ids, Logits, Source, cache_shapes
+from .engine import CachedRows, Ids, Logits, Source, cache_shapes
 
 LOGIT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
@@ -38,7 +38,7 @@ class DeviceCall:
     logits: int
     first_slot: int = 0
 
-    def ids(self) -> tuple[Tensor, Tensor, Tensor]:
+    def integer_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         return (
             ("input_ids", self.input_ids, (self.batch, self.tokens)),
             ("position", self.position, (self.batch,)),
@@ -69,16 +69,19 @@ class DeviceEngine(ABC):
         engine: EngineFacts | None = None,
         *,
         slots: int,
-        widest: int,
+        max_outputs: int,
     ):
         """Open the engine of one model of a bundle: the graph in `folder`, or the file there that
-        was compiled from it (`engine`). slots, widest: see `HostEngine`. Raises OutriderError."""
+        was compiled from it (`engine`). slots, max_outputs: as in `HostEngine`. Raises
+        OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk = min(CHUNK, self.capacity)
-        self.narrowest = 1  # GPU libraries choose kernels by width anyway
-        self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
-        self._most = widest
+        self.min_width = 1  # GPU libraries choose kernels by width anyway
+        self.cached_rows = CachedRows(
+            slots, self.vocab_size
+        )  # empty: texts and lengths live on the device
+        self._max_outputs = max_outputs
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
         self._open(folder, facts, engine)
@@ -113,7 +116,7 @@ class DeviceEngine(ABC):
         return
 
     @classmethod
-    def give_back(cls) -> None:
+    def release_unused_memory(cls) -> None:
         """Return memory to the driver that the library keeps after its engines are gone."""
         return
 
@@ -132,12 +135,12 @@ class DeviceEngine(ABC):
         return nullcontext()
 
     @cached_property
-    def _own(self) -> tuple[int, int, int, int]:
+    def _forward_buffers(self) -> tuple[int, int, int, int]:
         """The buffers of `forward`: input_ids, position, logits_index, logits. Allocated on first
         use, since a round does not need them."""
         sizes = (
-            8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
-            self.slots * self._most * self.row_bytes,
+            8 * self.slots * max(self.chunk, self._max_outputs), 8 * self.slots,
+            8 * self._max_outputs, self.slots * self._max_outputs * self.row_bytes,
         )  # fmt: skip
         ids, position, index, logits = map(self.cuda.allocate, sizes)
         return ids, position, index, logits
@@ -145,7 +148,7 @@ class DeviceEngine(ABC):
     def cache_address(self, name: str, first_slot: int) -> int:
         return self.caches[name][0] + first_slot * self._slot_bytes[name]
 
-    def caches_of(self, call: DeviceCall) -> Iterator[Tensor]:
+    def cache_tensors(self, call: DeviceCall) -> Iterator[Tensor]:
         for name, (_, (heads, width)) in self.caches.items():
             address = self.cache_address(name, call.first_slot)
             yield name, address, (call.batch, heads, self.capacity, width)
@@ -161,21 +164,21 @@ class DeviceEngine(ABC):
         """`Engine.forward`: copies the arguments to the device and the logits back. For checks and
         tools; a round copies neither. Returns a new array, whatever the buffer."""
         (batch, width), outputs = input_ids.shape, len(logits_index)
-        if width > self.chunk or outputs > self._most or first_slot + batch > self.slots:
+        if width > self.chunk or outputs > self._max_outputs or first_slot + batch > self.slots:
             raise ValueError(
                 f"call of {batch} slots x {width} tokens, {outputs} outputs at slot {first_slot}"
             )
         if (need := int(position.max()) + width) > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
-        self.cuda.use()
-        ids, at, index, logits = self._own
+        self.cuda.make_current()
+        ids, at, index, logits = self._forward_buffers
         for address, array in ((ids, input_ids), (at, position), (index, logits_index)):
             self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
         self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
-        self.cuda.wait(self.stream)
-        return self.rows(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)
+        self.cuda.wait_for_stream(self.stream)
+        return self.read_logits(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)
 
-    def rows(self, address: int, count: int) -> Logits:
+    def read_logits(self, address: int, count: int) -> Logits:
         """Copy rows of logits, [count, V], from the device. The caller has waited for what writes
         them."""
         raw = np.empty(count * self.row_bytes, np.uint8)
@@ -193,7 +196,7 @@ class DeviceEngine(ABC):
         for name, size in self._slot_bytes.items():
             self.cuda.zero(self.cache_address(name, slot), size, self.stream)
 
-    def _failed(self, call: DeviceCall, cause: str) -> OutriderError:
+    def _call_error(self, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(
             "backend",
             f"{self._library} failed on {call.batch} slots x {call.tokens} tokens: {cause}",
@@ -218,7 +221,7 @@ class PreparedEngine(DeviceEngine):
                     self._prepared[call] = prepared
             self._run(prepared)
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
-            raise self._failed(call, first_line(error)) from None
+            raise self._call_error(call, first_line(error)) from None
 
     @abstractmethod
     def _prepare(self, call: DeviceCall) -> Any:

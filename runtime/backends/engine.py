@@ -29,8 +29,10 @@ def state_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
 
 def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     """H and D of what an encoder stores in a slot, in the contract's order; empty without one."""
-    left = facts.encoder
-    return _by_layer(cross_key=left.key_shapes, cross_value=left.value_shapes) if left else {}
+    encoder = facts.encoder
+    return (
+        _by_layer(cross_key=encoder.key_shapes, cross_value=encoder.value_shapes) if encoder else {}
+    )
 
 
 def _by_layer(**sides: list[list[int]]) -> dict[str, tuple[int, int]]:
@@ -66,7 +68,7 @@ def source_ids(source: Source) -> Sequence[int]:
     return () if isinstance(source, Features) else source
 
 
-class HeldRows:
+class CachedRows:
     """What an engine's cache rows were computed from: a record of its calls, slot by slot.
 
     Row i of a slot depends on tokens 0 .. i and, with an encoder, on the slot's source. So a text
@@ -77,69 +79,69 @@ class HeldRows:
     """
 
     def __init__(self, slots: int, vocab_size: int, states: StateFacts | None = None):
-        self.states, self._least = states, [0] * slots
+        self.states, self._min_resume = states, [0] * slots
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self._sources: list[tuple[int, ...] | Features] = [()] * slots
         self._vocab_size = vocab_size
 
-    def has(self, slot: int, source: Source) -> bool:
-        return self._sources[slot] == _kept(source)
+    def has_source(self, slot: int, source: Source) -> bool:
+        return self._sources[slot] == _hashable(source)
 
-    def slot_of(self, source: Source) -> int | None:
+    def slot_with(self, source: Source) -> int | None:
         """A slot that has this source; None if there is none."""
-        kept = _kept(source)
-        return self._sources.index(kept) if kept in self._sources else None
+        key = _hashable(source)
+        return self._sources.index(key) if key in self._sources else None
 
-    def encoded(self, slot: int, source: Source) -> None:
+    def set_source(self, slot: int, source: Source) -> None:
         """Record that the slot has another source."""
-        self._sources[slot] = _kept(source)
-        self.cut(slot, 0)
+        self._sources[slot] = _hashable(source)
+        self.truncate(slot, 0)
 
     def length(self, slot: int) -> int:
         return len(self._tokens[slot])
 
-    def common(self, slot: int, text: Sequence[int], source: Source = ()) -> int:
+    def common_prefix(self, slot: int, text: Sequence[int], source: Source = ()) -> int:
         """How many leading tokens the slot's rows have in common with this text of this source."""
-        if not self.has(slot, source):
+        if not self.has_source(slot, source):
             return 0
-        held, wide = self._tokens[slot], self._vocab_size
-        pairs = enumerate(zip(held, text, strict=False))
-        alike = (i for i, (a, b) in pairs if a != (b if b < wide else 0))
-        return next(alike, min(len(held), len(text)))
+        tokens, vocab_size = self._tokens[slot], self._vocab_size
+        pairs = enumerate(zip(tokens, text, strict=False))
+        differences = (i for i, (a, b) in pairs if a != (b if b < vocab_size else 0))
+        return next(differences, min(len(tokens), len(text)))
 
-    def resumes(self, slot: int, length: int) -> int:
+    def resume_position(self, slot: int, length: int) -> int:
         """Where to continue a text whose first `length` rows the slot holds: at `length`, or at 0
         if the state needed there is lost."""
-        return length if length >= self._least[slot] else 0
+        return length if length >= self._min_resume[slot] else 0
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Record that the rows from `length` on are invalid."""
         del self._tokens[slot][length:]
 
-    def overwrites(self, slot: int, start: int, width: int) -> None:
+    def begin_call(self, slot: int, start: int, width: int) -> None:
         """Record that a call of `width` tokens begins. If it fails, its rows are invalid."""
-        self.cut(slot, start)
+        self.truncate(slot, start)
         if self.states:
             lost = start + width - self.states.rows + self.states.reach
-            self._least[slot] = max(self._least[slot] if start else 0, lost)
+            self._min_resume[slot] = max(self._min_resume[slot] if start else 0, lost)
 
-    def wrote(self, first_slot: int, input_ids: Ids, position: Ids) -> None:
+    def end_call(self, first_slot: int, input_ids: Ids, position: Ids) -> None:
         """Record a call with the arguments of `Engine.forward`. Rows behind a gap belong to no
         text."""
         for slot, (ids, start) in enumerate(
             zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
         ):
-            held = self._tokens[slot]
-            del held[start:]
-            if len(held) == start:
-                held += ids
+            tokens = self._tokens[slot]
+            del tokens[start:]
+            if len(tokens) == start:
+                tokens += ids
 
-    def copied(self, source: int, destination: int, length: int) -> None:
+    def copy_rows(self, source: int, destination: int, length: int) -> None:
         """Record that the first rows of one slot were copied to another with the same source."""
         self._tokens[destination] = self._tokens[source][:length]
 
 
-def _kept(source: Source) -> tuple[int, ...] | Features:
+def _hashable(source: Source) -> tuple[int, ...] | Features:
     return source if isinstance(source, Features) else tuple(source)
 
 
@@ -150,16 +152,16 @@ class Engine(Protocol):
     or beyond its position, so rolling back means calling with a lower position.
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
-    narrowest: the least N of a call that decides tokens; a narrower one may round differently.
-    vocab_size: V of the logits. held: a record of the rows; empty if the engine keeps none.
+    min_width: the least N of a call that decides tokens; a narrower one may round differently.
+    vocab_size: V of the logits. cached_rows: a record of the rows; empty if the engine keeps none.
     """
 
     slots: int
     capacity: int
     chunk: int
-    narrowest: int
+    min_width: int
     vocab_size: int
-    held: HeldRows
+    cached_rows: CachedRows
 
     def forward(
         self,

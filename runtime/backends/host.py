@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import (
+    CachedRows,
     Features,
-    HeldRows,
     Ids,
     Logits,
     Source,
@@ -25,8 +25,8 @@ from .engine import (
 )
 
 Call = TypeVar("Call")
-STATES = "encoder_states"
-MOST_CALLS = 1024  # prepared calls that are kept: kilobytes each, more for a deep model
+STATES_OUTPUT = "encoder_states"
+MAX_PREPARED_CALLS = 1024  # prepared calls that are kept: kilobytes each, more for a deep model
 
 
 class HostEngine(ABC, Generic[Call]):
@@ -44,7 +44,7 @@ class HostEngine(ABC, Generic[Call]):
     """
 
     _library: ClassVar[str]  # name of the library, for errors
-    least_width: ClassVar[int] = 1  # a target's `narrowest`, if it was not measured
+    default_min_width: ClassVar[int] = 1  # a target's `min_width`, if it was not measured
 
     def __init__(
         self,
@@ -52,43 +52,43 @@ class HostEngine(ABC, Generic[Call]):
         facts: GraphFacts,
         *,
         slots: int,
-        widest: int,
+        max_outputs: int,
         buffers: int = 1,
         threads: int = 0,
-        narrowest: int = 1,
+        min_width: int = 1,
     ):
-        """folder: the model's, in the bundle. slots, narrowest: see `Engine`. widest: the largest K
-        of a call. buffers: number of calls whose logits are kept, evenly spaced in memory if the
-        calls have the same shape. threads: 0 leaves the choice to the library. Raises OutriderError
-        "backend"."""
+        """folder: the model's, in the bundle. slots, min_width: as in `Engine`. max_outputs: the
+        largest K of a call. buffers: number of calls whose logits are kept, evenly spaced in memory
+        if the calls have the same shape. threads: 0 leaves the choice to the library. Raises
+        OutriderError "backend"."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self.narrowest = min(CHUNK, self.capacity), narrowest
+        self.chunk, self.min_width = min(CHUNK, self.capacity), min_width
         self._open(folder, facts, threads)
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
         self._position = np.zeros(slots, np.int64)
-        self._index = np.zeros(widest, np.int64)
-        self._logits = np.zeros((buffers, slots * widest * self.vocab_size), np.float32)
+        self._index = np.zeros(max_outputs, np.int64)
+        self._logits = np.zeros((buffers, slots * max_outputs * self.vocab_size), np.float32)
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
-        self.rows = 0  # S, for now
+        self.row_count = 0  # S, for now
         rings = facts.states.rows if facts.states else 0
         self._rings = {
             name: self._zeros(slots, heads, rings, width)
             for name, (heads, width) in state_shapes(facts).items()
         }
-        self._calls: dict[tuple[int, ...], tuple[Call, Logits]] = {}
+        self._prepared: dict[tuple[int, ...], tuple[Call, Logits]] = {}
         self._source_shapes = source_shapes(facts)
         self._source: dict[str, Any] = {}
         self._source_length = np.ones(slots, np.int64)  # attention needs at least one row
-        self.source_rows = 0  # E, for now
-        self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
-        self._states_of: HostEngine[Any] | None = None
+        self.source_row_count = 0  # E, for now
+        self._fixed_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
+        self._states_engine: HostEngine[Any] | None = None
         self._keeps_states = False
         # [1, E, D] by slot: the encoder's output before the decoder's own projections.
         self._states: dict[int, npt.NDArray[Any]] = {}
         if self._source_shapes:
-            self._reserve_source(self._all_rows or 1)
-        self.held = HeldRows(slots, self.vocab_size, facts.states)
+            self._reserve_source(self._fixed_rows or 1)
+        self.cached_rows = CachedRows(slots, self.vocab_size, facts.states)
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
@@ -155,23 +155,25 @@ class HostEngine(ABC, Generic[Call]):
         self._position[:batch] = position
         self._index[:outputs] = logits_index
         shape = (first_slot, batch, width, outputs, buffer)
-        prepared = self._calls.get(shape)
+        prepared = self._prepared.get(shape)
         if prepared is None:
             prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
-                if len(self._calls) >= MOST_CALLS:  # one for each first slot, last slot and width
-                    self._calls.clear()
-                self._calls[shape] = prepared
+                if (
+                    len(self._prepared) >= MAX_PREPARED_CALLS
+                ):  # one for each first, last slot and width
+                    self._prepared.clear()
+                self._prepared[shape] = prepared
         call, logits = prepared
         for slot, start in enumerate(position.tolist(), first_slot):
-            self.held.overwrites(slot, start, width)
-        with self._running(f"{batch} slots x {width} tokens"):
+            self.cached_rows.begin_call(slot, start, width)
+        with self._translate_errors(f"{batch} slots x {width} tokens"):
             self._run(call)
-        self.held.wrote(first_slot, input_ids, position)
+        self.cached_rows.end_call(first_slot, input_ids, position)
         return logits
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Run the library within. Raises OutriderError "memory" or "backend" if it fails."""
         try:
             yield
@@ -183,48 +185,48 @@ class HostEngine(ABC, Generic[Call]):
             ) from None
 
     def encode(self, slot: int, source: Source) -> None:
-        if self.held.has(slot, source):
+        if self.cached_rows.has_source(slot, source):
             return
-        other = self.held.slot_of(source)
-        if other is None:
+        other_slot = self.cached_rows.slot_with(source)
+        if other_slot is None:
             self._encode_into(slot, source)
             return
-        self.held.encoded(slot, ())  # as in `_encode_into`
+        self.cached_rows.set_source(slot, ())  # as in `_encode_into`
         for array in (*self._source.values(), self._source_length):
-            array[slot] = array[other]
-        if other in self._states:
-            self._states[slot] = self._states[other]
-        self.held.encoded(slot, source)
+            array[slot] = array[other_slot]
+        if other_slot in self._states:
+            self._states[slot] = self._states[other_slot]
+        self.cached_rows.set_source(slot, source)
 
     def _encode_into(self, slot: int, source: Source) -> None:
         if isinstance(source, Features):
-            read: npt.NDArray[Any] = source.array
-            what = f"{len(read)} x {read.shape[1]} features"
+            inputs: npt.NDArray[Any] = source.array
+            what = f"{len(inputs)} x {inputs.shape[1]} features"
         else:
-            read = np.array(source, np.int64)
-            read[read >= self.vocab_size] = 0
-            what = f"{len(read)} tokens"
-        read = read[None]
-        if self._states_of is not None:
-            self._states_of.encode(slot, source)
-            read = self._states_of._states[slot]
-        names = [*self._source_shapes, *([STATES] if self._keeps_states else [])]
-        with self._running(f"a source of {what}"):
-            rows = self._encode(read, names)
-        length = self._all_rows or read.shape[1]
-        self.held.encoded(slot, ())  # an interrupt then leaves the slot without a source
+            inputs = np.array(source, np.int64)
+            inputs[inputs >= self.vocab_size] = 0
+            what = f"{len(inputs)} tokens"
+        inputs = inputs[None]
+        if self._states_engine is not None:
+            self._states_engine.encode(slot, source)
+            inputs = self._states_engine._states[slot]
+        names = [*self._source_shapes, *([STATES_OUTPUT] if self._keeps_states else [])]
+        with self._translate_errors(f"a source of {what}"):
+            outputs = self._encode(inputs, names)
+        length = self._fixed_rows or inputs.shape[1]
+        self.cached_rows.set_source(slot, ())  # an interrupt then leaves the slot without a source
         self._reserve_source(length)
         if self._keeps_states:
-            self._states[slot] = rows.pop(STATES)
-        for name, found in rows.items():
-            self._source[name][slot, :, :length] = found[0]
+            self._states[slot] = outputs.pop(STATES_OUTPUT)
+        for name, output in outputs.items():
+            self._source[name][slot, :, :length] = output[0]
         self._source_length[slot] = length
-        self.held.encoded(slot, source)
+        self.cached_rows.set_source(slot, source)
 
     def read_states_of(self, target: HostEngine[Any]) -> None:
         """From now on, read the states that the target's encoder computed from a source, in place
         of the source itself. Both engines have the same number of slots."""
-        self._states_of, target._keeps_states = target, True
+        self._states_engine, target._keeps_states = target, True
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot to another, whose rows from there on are garbage.
@@ -233,10 +235,10 @@ class HostEngine(ABC, Generic[Call]):
         """
         for cache in self._cache.values():
             cache[destination, :, :rows] = cache[source, :, :rows]
-        self.held.copied(source, destination, rows)
+        self.cached_rows.copy_rows(source, destination, rows)
 
     def clear(self, slot: int) -> None:
-        self.held.encoded(slot, ())  # first, so that an interrupt leaves no valid rows
+        self.cached_rows.set_source(slot, ())  # first, so that an interrupt leaves no valid rows
         for cache in (*self._cache.values(), *self._rings.values(), *self._source.values()):
             cache[slot] = 0
         self._source_length[slot] = 1
@@ -251,43 +253,45 @@ class HostEngine(ABC, Generic[Call]):
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         start = int(position[0])
         # No round goes back this far, so this is another text, whose first rows may be held.
-        another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
-        if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
+        new_text = self.slots == 1 and (
+            start == 0 or self.cached_rows.length(0) - start > 2 * MOST_GAMMA
+        )
+        if need <= self.row_count and not (new_text and need <= self.row_count // 2 >= FIRST_ROWS):
             return
-        rows = self._doubled(need)
-        kept = start if another else self.rows
-        other = self._grown(self._shapes, rows, self._cache, kept)
-        if another:
-            self.held.cut(0, kept)
-        self._calls.clear()  # they contain the old addresses
-        self._cache, self.rows = other, rows
+        rows = self._round_up_rows(need)
+        kept = start if new_text else self.row_count
+        grown = self._reallocate(self._shapes, rows, self._cache, kept)
+        if new_text:
+            self.cached_rows.truncate(0, kept)
+        self._prepared.clear()  # they contain the old addresses
+        self._cache, self.row_count = grown, rows
 
-    def _doubled(self, need: int) -> int:
+    def _round_up_rows(self, need: int) -> int:
         """The next power of two, from `FIRST_ROWS` to the capacity: while growing, each row is
         copied about once in total."""
         return min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
 
-    def _grown(
+    def _reallocate(
         self, shapes: Mapping[str, tuple[int, int]], rows: int, arrays: Mapping[str, Any], kept: int
     ) -> dict[str, Any]:
         """New arrays of `rows` rows with the first `kept` rows of the old ones. All are complete
         before any is used, so that an interrupt or a lack of memory changes nothing."""
-        other = {}
+        grown = {}
         for name, (heads, width) in shapes.items():
-            other[name] = self._zeros(self.slots, heads, rows, width)  # why zero: `Engine.clear`
+            grown[name] = self._zeros(self.slots, heads, rows, width)  # why zero: `Engine.clear`
             if kept:
-                other[name][:, :, :kept] = arrays[name][:, :, :kept]
-        return other
+                grown[name][:, :, :kept] = arrays[name][:, :, :kept]
+        return grown
 
     def _reserve_source(self, need: int) -> None:
         """Make enough rows for a source of this length, by the same rule. With several slots their
         number never shrinks, since the other slots' sources may need them."""
-        if need > (self._all_rows or self.capacity):
+        if need > (self._fixed_rows or self.capacity):
             raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
-        rows = self._all_rows or self._doubled(need)
-        if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
+        rows = self._fixed_rows or self._round_up_rows(need)
+        if rows == self.source_row_count or (rows < self.source_row_count and self.slots > 1):
             return
-        kept = min(rows, self.source_rows)
-        other = self._grown(self._source_shapes, rows, self._source, kept)
-        self._calls.clear()
-        self._source, self.source_rows = other, rows
+        kept = min(rows, self.source_row_count)
+        grown = self._reallocate(self._source_shapes, rows, self._source, kept)
+        self._prepared.clear()
+        self._source, self.source_row_count = grown, rows

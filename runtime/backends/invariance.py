@@ -25,15 +25,15 @@ import numpy as np
 from ..files.errors import CommandParser, OutriderError, run_command
 from ..files.machine import processor
 from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, Pair, read_bundle
-from .bits import reproducible
+from .bits import runs_measured_graph
 from .engine import Features, Ids, Source
 from .host import HostEngine
 from .registry import host_engine
 
-PREFIX, TOKENS, FEWEST = 32, 24, 8  # tokens of the text: given, compared at most and at least
-SECONDS = 0.6  # time limit of sampling the text; all the rest takes about twenty times as long
+PREFIX, TOKENS, MIN_TOKENS = 32, 24, 8  # tokens of the text: given, compared at most and at least
+SAMPLE_SECONDS = 0.6  # limit of sampling the text; all the rest takes about twenty times as long
 SLOTS = 3  # of the engine with several
-PROMPT = 16  # width of a prompt's chunks, compared with the engine's own chunks
+PROMPT_WIDTH = 16  # width of a prompt's chunks, compared with the engine's own chunks
 
 Digests = dict[int, list[bytes]]  # by the width of a call: digests of the logits of each slot
 
@@ -42,39 +42,43 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
     """Measure a bundle for the CPU. Opens one engine at a time. Raises OutriderError as `load`
     does."""
     pair = manifest.pair
-    if not reproducible(pair.target):
+    if not runs_measured_graph(pair.target):
         raise OutriderError("backend", "liboutrider is missing", "Build it: make plugins.")
-    engine_of = partial(
-        host_engine(manifest.backend), folder / "target", pair.target, widest=TOKENS + 1
+    open_engine = partial(
+        host_engine(manifest.backend), folder / "target", pair.target, max_outputs=TOKENS + 1
     )
-    given, text = min(PREFIX, pair.max_len // 2), np.zeros(0, np.int64)
+    prefix_len, text = min(PREFIX, pair.max_len // 2), np.zeros(0, np.int64)
     sources = _sources(pair)
-    found, said = [], []
+    results, digests_by_slots = [], []
     for slots in (1, SLOTS):
-        engine = _reading(engine_of(slots=slots), sources)
+        engine = _with_sources(open_engine(slots=slots), sources)
         if not len(text):
-            text = sample(engine, pair.vocab_size, given, pair.max_len)
-        say = partial(replay, given=given)
+            text = sample_text(engine, pair.vocab_size, prefix_len, pair.max_len)
+        replay_text = partial(replay, prefix_len=prefix_len)
         chunk, widest = engine.chunk, pair.max_gamma + 1
-        ways = say(engine, text[None], {*range(1, widest + 1), PROMPT, chunk})
-        widths, others = _alike(ways)
-        looked = {1, 2, widest} & set(widths)  # plain steps and rounds that may be promised
+        digests = replay_text(engine, text[None], {*range(1, widest + 1), PROMPT_WIDTH, chunk})
+        widths, other_widths = _largest_agreeing_group(digests)
+        compared = {1, 2, widest} & set(widths)  # plain steps and rounds that may be promised
         neighbours = True
         if slots > 1:
-            crowd = np.stack([text, text[::-1], text])
-            neighbours = _agree(ways, say(engine, crowd, looked))
+            neighbour_texts = np.stack([text, text[::-1], text])
+            neighbours = _digests_agree(digests, replay_text(engine, neighbour_texts, compared))
         if sources and pair.target.reads is None:
             engine.encode(0, [0] * min(4 * FIRST_ROWS, pair.max_len))
-            engine = _reading(engine, sources)
-        rows = _agree(ways, say(engine, text[None], looked, rows=4 * FIRST_ROWS))
+            engine = _with_sources(engine, sources)
+        rows = _digests_agree(
+            digests, replay_text(engine, text[None], compared, rows=4 * FIRST_ROWS)
+        )
         del engine
-        single = _reading(engine_of(slots=slots, threads=1), sources)
-        threads = _agree(ways, say(single, text[None], {*looked, chunk}))
+        single = _with_sources(open_engine(slots=slots, threads=1), sources)
+        threads = _digests_agree(digests, replay_text(single, text[None], {*compared, chunk}))
         del single
-        found.append(CallBits(widths, others, neighbours, threads, rows))
-        said.append(ways)
-    (one, several), (alone, among) = found, said
-    return Invariance(processor(), one, several, _agree(alone, among, one.widths))
+        results.append(CallBits(widths, other_widths, neighbours, threads, rows))
+        digests_by_slots.append(digests)
+    (one, several), (one_slot, several_slots) = results, digests_by_slots
+    return Invariance(
+        processor(), one, several, _digests_agree(one_slot, several_slots, one.widths)
+    )
 
 
 def _sources(pair: Pair) -> list[Source]:
@@ -88,20 +92,20 @@ def _sources(pair: Pair) -> list[Source]:
     return [rng.integers(0, pair.vocab_size, min(n, longest)).tolist() for n in (PREFIX, 3)]
 
 
-def _reading(engine: HostEngine[Any], sources: list[Source]) -> HostEngine[Any]:
+def _with_sources(engine: HostEngine[Any], sources: list[Source]) -> HostEngine[Any]:
     """The engine, with a source in each slot if it has an encoder."""
     for slot in range(engine.slots if sources else 0):
         engine.encode(slot, sources[0 < slot < engine.slots - 1])
     return engine
 
 
-def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -> Ids:
-    """A text [L]: `given` random tokens, then tokens sampled from the model at temperature 1."""
+def sample_text(engine: HostEngine[Any], vocab_size: int, prefix_len: int, max_len: int) -> Ids:
+    """A text [L]: `prefix_len` random tokens, then tokens sampled at temperature 1."""
     rng = np.random.default_rng(0)
-    text, began = rng.integers(0, vocab_size, given).tolist(), time.perf_counter()
+    text, began = rng.integers(0, vocab_size, prefix_len).tolist(), time.perf_counter()
     ids, start = text, 0
-    while len(text) < min(given + TOKENS, max_len):
-        if len(text) >= given + FEWEST and time.perf_counter() - began > SECONDS:
+    while len(text) < min(prefix_len + TOKENS, max_len):
+        if len(text) >= prefix_len + MIN_TOKENS and time.perf_counter() - began > SAMPLE_SECONDS:
             break
         logits = engine.forward(
             np.array([ids]), np.array([start]), np.array([len(text) - 1 - start])
@@ -114,32 +118,37 @@ def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -
 
 
 def replay(
-    engine: HostEngine[Any], texts: Ids, widths: Iterable[int], given: int, rows: int = 0
+    engine: HostEngine[Any], texts: Ids, widths: Iterable[int], prefix_len: int, rows: int = 0
 ) -> Digests:
-    """Digests of the logits of texts [B, L] in the first slots, after the `given` tokens, in calls
+    """Digests of the logits of texts [B, L] in the first slots, after `prefix_len` tokens, in calls
     of each width.
 
     rows: number of rows that the slots have beforehand; 0 for as few as the text needs.
     """
-    _feed(engine, texts, PROMPT, 0, given)
+    _feed(engine, texts, PROMPT_WIDTH, 0, prefix_len)
     if rows := min(rows, engine.capacity):
         engine.forward(np.zeros((1, 2), np.int64), np.array([rows - 2]), np.zeros(1, np.int64))
     # Widths of prompts start at the beginning, unless that would shrink the rows again. Texts with
     # a recurrent state always do, since the state has moved on.
-    anew = engine.held.states is not None
-    since = {
-        width: 0 if anew or (width >= PROMPT and not rows) else given for width in sorted(widths)
+    restart = engine.cached_rows.states is not None
+    start_at = {
+        width: 0 if restart or (width >= PROMPT_WIDTH and not rows) else prefix_len
+        for width in sorted(widths)
     }
-    return {width: _feed(engine, texts, width, begin, given) for width, begin in since.items()}
+    return {
+        width: _feed(engine, texts, width, begin, prefix_len) for width, begin in start_at.items()
+    }
 
 
-def _feed(engine: HostEngine[Any], texts: Ids, width: int, since: int, given: int) -> list[bytes]:
-    """Feed the tokens from `since` on, in calls that always have the full width. Returns for each
-    slot a digest of the logits from token `given` on. Neighbours in the middle are at another
+def _feed(
+    engine: HostEngine[Any], texts: Ids, width: int, first: int, prefix_len: int
+) -> list[bytes]:
+    """Feed the tokens from `first` on, in calls that always have the full width. Returns for each
+    slot a digest of the logits from token `prefix_len` on. Neighbours in the middle are at another
     position of their texts."""
     batch, length = texts.shape
-    found = [hashlib.blake2b() for _ in texts]
-    for begin in range(since, length, width):
+    hashes = [hashlib.blake2b() for _ in texts]
+    for begin in range(first, length, width):
         start = min(begin, engine.capacity - width)
         position = np.full(batch, start)
         position[1:-1] //= 2
@@ -147,48 +156,48 @@ def _feed(engine: HostEngine[Any], texts: Ids, width: int, since: int, given: in
         for row, text, at in zip(ids, texts, position.tolist(), strict=True):
             piece = text[at : at + width]
             row[: len(piece)] = piece
-        asked = np.arange(max(begin, given), min(begin + width, length)) - start
-        logits = engine.forward(ids, position, asked if len(asked) else np.zeros(1, np.int64))
-        for digest, answer in zip(found, logits, strict=True):
-            digest.update(answer.tobytes() if len(asked) else b"")
-    return [digest.digest() for digest in found]
+        index = np.arange(max(begin, prefix_len), min(begin + width, length)) - start
+        logits = engine.forward(ids, position, index if len(index) else np.zeros(1, np.int64))
+        for digest, answer in zip(hashes, logits, strict=True):
+            digest.update(answer.tobytes() if len(index) else b"")
+    return [digest.digest() for digest in hashes]
 
 
-def _agree(alone: Digests, others: Digests, widths: Iterable[int] | None = None) -> bool:
+def _digests_agree(alone: Digests, others: Digests, widths: Iterable[int] | None = None) -> bool:
     """Whether the first and the last slot of `others` have the same digests as slot 0 alone."""
     return all(
         alone[width][0] == others[width][0] == others[width][-1] for width in widths or others
     )
 
 
-def _alike(ways: Digests) -> tuple[list[int], list[int]]:
+def _largest_agreeing_group(digests: Digests) -> tuple[list[int], list[int]]:
     """The largest group of widths that agree, of equally large groups the wider one; and the other
     widths."""
     groups: dict[bytes, list[int]] = defaultdict(list)
-    for width, (digest, *_) in ways.items():
+    for width, (digest, *_) in digests.items():
         groups[digest].append(width)
-    best = max(groups.values(), key=lambda widths: (len(widths), widths))
-    return best, [width for width in ways if width not in best]
+    largest = max(groups.values(), key=lambda widths: (len(widths), widths))
+    return largest, [width for width in digests if width not in largest]
 
 
-def end_unheard() -> None:
+def exit_when_stdout_closes() -> None:
     """From here on, end this process once nobody reads stdout any more: the build was killed."""
-    reader = select.poll()
-    reader.register(1, 0)  # report only hang-ups
+    poller = select.poll()
+    poller.register(1, 0)  # report only hang-ups
 
     def wait() -> None:
-        reader.poll()
+        poller.poll()
         os._exit(1)
 
     Thread(target=wait, daemon=True).start()
 
 
 def main() -> int:
-    end_unheard()
+    exit_when_stdout_closes()
     parser = CommandParser(prog="python -m runtime.backends.invariance", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of a bundle for the CPU")
-    place = parser.parse_args().folder
-    print(json.dumps(asdict(measure(place, read_bundle(place, verify=False)))))
+    folder = parser.parse_args().folder
+    print(json.dumps(asdict(measure(folder, read_bundle(folder, verify=False)))))
     return 0
 
 

@@ -31,11 +31,13 @@ from .engine import Ids, Logits
 from .host import HostEngine
 
 PROVIDER = "CUDAExecutionProvider"
-NEWER = "Install onnxruntime-gpu 1.25 or newer in place of onnxruntime."
-LIBRARIES = "Install the CUDA and cuDNN that this onnxruntime-gpu needs; its warning names them."
+UPGRADE_REMEDY = "Install onnxruntime-gpu 1.25 or newer in place of onnxruntime."
+LIBRARIES_REMEDY = (
+    "Install the CUDA and cuDNN that this onnxruntime-gpu needs; its warning names them."
+)
 # Operators that ONNX Runtime runs on the CPU by choice: they compute shapes, which are in host
 # memory. So "session.disable_cpu_ep_fallback" is of no use: it refuses every graph that has them.
-SHAPES = {
+SHAPE_OPERATORS = {
     "Add", "Cast", "Concat", "Div", "Gather", "Mul", "Range", "Shape", "Slice", "Squeeze", "Sub",
     "Unsqueeze",
 }  # fmt: skip
@@ -80,7 +82,7 @@ def open_session(
 
 def bind(
     session: Any,
-    place: tuple[str, int],
+    device: tuple[str, int],
     ids: Iterable[Tensor],
     logits: Tensor,
     caches: Iterable[Tensor],
@@ -93,12 +95,12 @@ def bind(
     """
     binding = session.io_binding()
     for name, address, shape in ids:
-        binding.bind_input(name, *place, np.int64, shape, address)
+        binding.bind_input(name, *device, np.int64, shape, address)
     name, address, shape = logits
-    binding.bind_output(name, *place, np.float32, shape, address)
+    binding.bind_output(name, *device, np.float32, shape, address)
     for name, address, shape in caches:
-        binding.bind_input(name, *place, dtype, shape, address)
-        binding.bind_output(f"{name}_out", *place, dtype, shape, address)
+        binding.bind_input(name, *device, dtype, shape, address)
+        binding.bind_output(f"{name}_out", *device, dtype, shape, address)
     return binding
 
 
@@ -106,7 +108,7 @@ class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
-    least_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
+    default_min_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         if facts.host_alone and not kernel.available():
@@ -117,8 +119,8 @@ class OrtEngine(HostEngine[Any]):
                 "Run make plugins, or install a wheel that includes it.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
-        own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
-        file = folder / (HOST_FILE if own else GRAPH_FILE)
+        use_host_graph = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
+        file = folder / (HOST_FILE if use_host_graph else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         if facts.encoder is not None:
             file = folder / ENCODER_FILE
@@ -134,17 +136,17 @@ class OrtEngine(HostEngine[Any]):
         def tensors(arrays: dict[str, Any]) -> list[Tensor]:
             return [(name, array.ctypes.data, array.shape) for name, array in arrays.items()]
 
-        (answer,) = tensors({"logits": logits})
-        place, dtype = ("cpu", 0), self._dtype.type
-        binding = bind(self._session, place, tensors(ids), answer, tensors(caches), dtype)
+        (logits_tensor,) = tensors({"logits": logits})
+        device, dtype = ("cpu", 0), self._dtype.type
+        binding = bind(self._session, device, tensors(ids), logits_tensor, tensors(caches), dtype)
         for name, address, shape in tensors(source):
-            binding.bind_input(name, *place, dtype, shape, address)
+            binding.bind_input(name, *device, dtype, shape, address)
         return binding
 
     def _encode(self, source: npt.NDArray[Any], names: Sequence[str]) -> dict[str, Any]:
-        (given,) = self._encoder.get_inputs()
-        found = self._encoder.run(names, {given.name: source})
-        return dict(zip(names, found, strict=True))
+        (encoder_input,) = self._encoder.get_inputs()
+        outputs = self._encoder.run(names, {encoder_input.name: source})
+        return dict(zip(names, outputs, strict=True))
 
     def _run(self, call: Any) -> None:
         self._session.run_with_iobinding(call)
@@ -154,7 +156,7 @@ class OrtCudaEngine(PreparedEngine):
     """See `DeviceEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
-    _provider, _place = PROVIDER, "cuda"  # replaced in tests
+    _provider, _device_type = PROVIDER, "cuda"  # replaced in tests
 
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         provider = {
@@ -162,7 +164,7 @@ class OrtCudaEngine(PreparedEngine):
             "user_compute_stream": str(self.stream),
             "use_tf32": "0",  # the bundle was checked in full float32
         }
-        self.cuda.use()
+        self.cuda.make_current()
         self._session = open_session(
             folder / GRAPH_FILE, facts, [(self._provider, provider)], 1,
             record_ep_graph_assignment_info="1",
@@ -179,8 +181,8 @@ class OrtCudaEngine(PreparedEngine):
 
     @classmethod
     def check(cls) -> None:
-        if cause := unavailable():
-            raise OutriderError("backend", cause, NEWER)
+        if cause := unavailable_reason():
+            raise OutriderError("backend", cause, UPGRADE_REMEDY)
 
     def capturing(self) -> AbstractContextManager[object]:
         """Raises CaptureError: ONNX Runtime up to 1.31 does not support external capture. Data that
@@ -194,30 +196,43 @@ class OrtCudaEngine(PreparedEngine):
 
     def _prepare(self, call: DeviceCall) -> Any:
         logits = ("logits", call.logits, (call.batch, call.outputs, self.vocab_size))
-        place = (self._place, self.cuda.ordinal)
-        return bind(self._session, place, call.ids(), logits, self.caches_of(call), self._dtype)
+        device = (self._device_type, self.cuda.ordinal)
+        return bind(
+            self._session,
+            device,
+            call.integer_inputs(),
+            logits,
+            self.cache_tensors(call),
+            self._dtype,
+        )
 
     def _check_placement(self) -> None:
         """Check that everything but shapes is computed on the GPU. Raises OutriderError
         "backend"."""
         if self._provider not in self._session.get_providers():  # ONNX Runtime only logs a warning
-            raise OutriderError("backend", "ONNX Runtime cannot start on this GPU", LIBRARIES)
+            raise OutriderError(
+                "backend", "ONNX Runtime cannot start on this GPU", LIBRARIES_REMEDY
+            )
         placement = getattr(self._session, "get_provider_graph_assignment_info", None)
         if placement is None:
-            raise OutriderError("backend", "this onnxruntime-gpu is older than 1.24", NEWER)
-        elsewhere = {
+            raise OutriderError(
+                "backend", "this onnxruntime-gpu is older than 1.24", UPGRADE_REMEDY
+            )
+        on_cpu = {
             node.op_type
             for part in placement()
             if part.ep_name != self._provider
             for node in part.get_nodes()
         }
-        if missing := sorted(elsewhere - SHAPES):
+        if missing := sorted(on_cpu - SHAPE_OPERATORS):
             raise OutriderError(
-                "backend", f"ONNX Runtime has no CUDA kernel for {', '.join(missing)}", NEWER
+                "backend",
+                f"ONNX Runtime has no CUDA kernel for {', '.join(missing)}",
+                UPGRADE_REMEDY,
             )
 
 
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """None if ONNX Runtime has its CUDA provider; otherwise the cause, in one line."""
     try:
         import onnxruntime as ort

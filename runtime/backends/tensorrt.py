@@ -33,15 +33,15 @@ class TensorRtEngine(DeviceEngine):
 
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         assert engine is not None
-        named = isinstance(self.module, str)
-        self._trt: Any = load_library(self.module) if named else self.module
+        by_name = isinstance(self.module, str)
+        self._trt: Any = load_library(self.module) if by_name else self.module
         self._library = PRODUCTS[self._trt.__name__]
         self._profiles = engine.profiles
-        if self.slots > (most := max(profile.slots[-1] for profile in engine.profiles)):
+        if self.slots > (max_slots := max(profile.slots[-1] for profile in engine.profiles)):
             raise OutriderError(
                 "option",
-                f"slots={self.slots} is over the {most} that the bundle was built for",
-                f"Use {most} or fewer, or build with SLOTS={self.slots}.",
+                f"slots={self.slots} is over the {max_slots} that the bundle was built for",
+                f"Use {max_slots} or fewer, or build with SLOTS={self.slots}.",
             )
         self._logger = _logger(self._trt)
         self._runtime = self._trt.Runtime(self._logger)
@@ -54,12 +54,14 @@ class TensorRtEngine(DeviceEngine):
         self._staging = {
             name: self.cuda.allocate(8 * size)
             for name, size in (
-                ("input_ids", self.slots * max(self.chunk, self._most)),
+                ("input_ids", self.slots * max(self.chunk, self._max_outputs)),
                 ("position", self.slots),
-                ("logits_index", self._most),
+                ("logits_index", self._max_outputs),
             )
         }
-        self._compiled: Any = None  # kernels that TensorRT-RTX compiled, shared by all contexts
+        self._runtime_cache: Any = (
+            None  # kernels that TensorRT-RTX compiled, shared by all contexts
+        )
         self._contexts: dict[object, Any] = {}  # by (graph, call); outside of graphs by profile
         self._capturing = False
 
@@ -67,15 +69,15 @@ class TensorRtEngine(DeviceEngine):
         key = (graph, call) if graph is not None else self._profile(call)
         context = self._contexts.get(key)
         if context is None or graph is None:
-            context = self._contexts[key] = self._bind(context, call, lasting=graph is not None)
-        for name, address, shape in call.ids():
+            context = self._contexts[key] = self._bind(context, call, for_graph=graph is not None)
+        for name, address, shape in call.integer_inputs():
             if address % ALIGNMENT:
                 self.cuda.copy(self._staging[name], address, 8 * prod(shape), self.stream)
-        ask = getattr(context, "is_stream_capturable", None)  # only TensorRT-RTX has this
-        if self._capturing and ask is not None and not ask(self.stream):
+        is_capturable = getattr(context, "is_stream_capturable", None)  # only TensorRT-RTX has this
+        if self._capturing and is_capturable is not None and not is_capturable(self.stream):
             raise CaptureError(f"{self._library} cannot capture calls of {call.tokens} tokens")
         if not context.execute_async_v3(self.stream):
-            raise self._failed(call, self._said())
+            raise self._call_error(call, self._take_error())
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -87,35 +89,35 @@ class TensorRtEngine(DeviceEngine):
 
     def _profile(self, call: DeviceCall) -> int:
         """The index of the first profile that accepts the call."""
-        asked = call.batch, call.tokens, call.outputs
+        sizes = call.batch, call.tokens, call.outputs
         for i, profile in enumerate(self._profiles):
             ranges = profile.slots, profile.tokens, profile.outputs
-            if all(r[0] <= size <= r[-1] for size, r in zip(asked, ranges, strict=True)):
+            if all(r[0] <= size <= r[-1] for size, r in zip(sizes, ranges, strict=True)):
                 return i
         raise ValueError(f"no profile takes {call}")
 
-    def _bind(self, context: Any, call: DeviceCall, *, lasting: bool) -> Any:
+    def _bind(self, context: Any, call: DeviceCall, *, for_graph: bool) -> Any:
         """Set the call's shapes and addresses on a context; None makes a new one with the call's
         profile."""
         index = self._profile(call)
         if context is None:
-            context = self._context(index, lasting)
-        caches = list(self.caches_of(call))
+            context = self._context(index, for_graph)
+        caches = list(self.cache_tensors(call))
         tensors = [
             (name, self._staging[name] if address % ALIGNMENT else address, shape)
-            for name, address, shape in call.ids()
+            for name, address, shape in call.integer_inputs()
         ] + caches
         outputs = [("logits", call.logits)]
         outputs += [(f"{name}_out", address) for name, address, _ in caches]  # in place
-        good = all(
+        accepted = all(
             context.set_input_shape(name, shape) and context.set_tensor_address(name, address)
             for name, address, shape in tensors
         ) and all(context.set_tensor_address(name, address) for name, address in outputs)
-        if not good:
-            raise self._failed(call, self._said())
+        if not accepted:
+            raise self._call_error(call, self._take_error())
         return context
 
-    def _context(self, profile: int, lasting: bool) -> Any:
+    def _context(self, profile: int, for_graph: bool) -> Any:
         trt, engine = self._trt, self._engine
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(
@@ -123,10 +125,10 @@ class TensorRtEngine(DeviceEngine):
         )
         if hasattr(trt, "CudaGraphStrategy"):  # TensorRT-RTX
             config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # ours has all engines
-            if self._compiled is None:
-                self._compiled = config.create_runtime_cache()
-            config.set_runtime_cache(self._compiled)
-            if lasting:  # a capture must get the kernel for this shape, not the generic fallback
+            if self._runtime_cache is None:
+                self._runtime_cache = config.create_runtime_cache()
+            config.set_runtime_cache(self._runtime_cache)
+            if for_graph:  # a capture must get the kernel for this shape, not the generic fallback
                 config.dynamic_shapes_kernel_specialization_strategy = (
                     trt.DynamicShapesKernelSpecializationStrategy.EAGER
                 )
@@ -134,17 +136,19 @@ class TensorRtEngine(DeviceEngine):
         if context is None:
             raise OutriderError(
                 "memory",
-                f"{self._library} cannot make a context: {self._said()}",
+                f"{self._library} cannot make a context: {self._take_error()}",
                 "Use fewer SLOTS or a smaller MAX_LEN, or free the GPU's memory.",
             )
         context.set_device_memory(self._scratch, self.activations)
         if not context.set_optimization_profile_async(profile, self.stream):
             raise OutriderError(
                 "backend",
-                f"{self._library} refuses profile {profile}: {self._said()}",
+                f"{self._library} refuses profile {profile}: {self._take_error()}",
                 "Build the bundle again.",
             )
-        self.cuda.wait(self.stream)  # the switch may copy, from temporary memory of the library
+        self.cuda.wait_for_stream(
+            self.stream
+        )  # the switch may copy, from temporary memory of the library
         return context
 
     def _load(self, path: Path) -> Any:
@@ -157,21 +161,21 @@ class TensorRtEngine(DeviceEngine):
         finally:
             mapped.close()
         if engine is None:
-            raise self._unloadable(path, self._said())
+            raise self._load_error(path, self._take_error())
         return engine
 
     def _check_validity(self, path: Path, code: mmap.mmap) -> None:
         """Let TensorRT-RTX check a file before it is loaded."""
         if not hasattr(self._runtime, "get_engine_validity"):
             return
-        validity, why = self._runtime.get_engine_validity(code)
+        validity, reasons = self._runtime.get_engine_validity(code)
         if validity != self._trt.EngineValidity.INVALID:
             return
         bits = self._trt.EngineInvalidityDiagnostics.__members__
-        named = [name for name, bit in bits.items() if int(why) & int(bit)]
-        raise self._unloadable(path, ", ".join(named) or self._said())
+        names = [name for name, bit in bits.items() if int(reasons) & int(bit)]
+        raise self._load_error(path, ", ".join(names) or self._take_error())
 
-    def _unloadable(self, path: Path, cause: str) -> OutriderError:
+    def _load_error(self, path: Path, cause: str) -> OutriderError:
         return OutriderError(
             "backend",
             f"{self._library} {self._trt.__version__} cannot load {path}: {cause}",
@@ -183,14 +187,14 @@ class TensorRtEngine(DeviceEngine):
         engine = self._engine
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         caches = cache_shapes(facts).keys()
-        wanted = {"input_ids", "position", "logits_index", "logits", *caches}
-        if odd := names ^ (wanted | {f"{name}_out" for name in caches}):
-            raise self._unloadable(path, f"it is of another graph (tensor {min(odd)})")
+        expected = {"input_ids", "position", "logits_index", "logits", *caches}
+        if unexpected := names ^ (expected | {f"{name}_out" for name in caches}):
+            raise self._load_error(path, f"it is of another graph (tensor {min(unexpected)})")
         for name in sorted(caches):
             if engine.get_aliased_input_tensor(f"{name}_out") != name:
-                raise self._unloadable(path, f"it does not update {name} in place")
+                raise self._load_error(path, f"it does not update {name} in place")
 
-    def _said(self) -> str:
+    def _take_error(self) -> str:
         """The first error logged since the last call; the library reports reasons only in its
         log."""
         errors, self._logger.errors = self._logger.errors, []
@@ -203,12 +207,12 @@ class TensorRtRtxEngine(TensorRtEngine):
 
 def load_library(module: str) -> Any:
     """Import `tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
-    how = (
+    remedy = (
         "Install it: pip install tensorrt-rtx."
         if module == "tensorrt_rtx"
         else "Install TensorRT 10.16 or newer and its Python module."
     )
-    with importing(module, how, PRODUCTS[module]):
+    with importing(module, remedy, PRODUCTS[module]):
         return importlib.import_module(module)
 
 

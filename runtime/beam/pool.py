@@ -55,7 +55,7 @@ class Pool:
                 "beam search runs on the CPU only in this version",
                 "Use device=cpu with a bundle for the CPU, or leave beams out.",
             )
-        if engine.held.states is not None:
+        if engine.cached_rows.states is not None:
             raise OutriderError(
                 "option",
                 f"beam search is for models without a recurrent state in this version, but the "
@@ -65,8 +65,8 @@ class Pool:
         self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
         self._source = source
         self._copy_rows = engine.copy_rows
-        # One column more than rows, in which all sequences differ (see `_common`).
-        self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
+        # One column more than rows, in which all sequences differ (see `_common_lengths`).
+        self._slot_ids: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
 
     def logits(self, nodes: Iterable[Tokens]) -> dict[Tokens, Logits]:
         """Raw logits, float32 [V], after prompt + node, for each of the nodes.
@@ -75,25 +75,25 @@ class Pool:
         shortest node are nodes too, so that their logits are read on the way to the leaves.
         Raises OutriderError("numeric") if the largest logit is not finite.
         """
-        began = time.perf_counter()
-        wanted = sorted(set(nodes))
-        first = min(map(len, wanted))
+        start = time.perf_counter()
+        ordered = sorted(set(nodes))
+        first = min(map(len, ordered))
         # In this order the continuations of a sequence come right after it.
         leaves = [
             node
-            for node, after in zip(wanted, [*wanted[1:], None], strict=True)
+            for node, after in zip(ordered, [*ordered[1:], None], strict=True)
             if after is None or after[: len(node)] != node
         ]
-        self._share(leaves, first)
-        answer: dict[Tokens, Logits] = {}
+        self._compute_common_prefix(leaves, first)
+        logits_by_node: dict[Tokens, Logits] = {}
         for begin in range(0, len(leaves), self.engine.slots):
-            some = leaves[begin : begin + self.engine.slots]
-            for leaf, rows in zip(some, self._run(some, first), strict=True):
+            group = leaves[begin : begin + self.engine.slots]
+            for leaf, rows in zip(group, self._feed(group, first), strict=True):
                 for length, row in enumerate(rows[: len(leaf) - first + 1], first):
-                    answer.setdefault(leaf[:length], row)
-        for node, row in answer.items():
+                    logits_by_node.setdefault(leaf[:length], row)
+        for node, row in logits_by_node.items():
             if not math.isfinite(row.max()):
-                for slot in np.flatnonzero(self._held[:, 0] != UNKNOWN).tolist():
+                for slot in np.flatnonzero(self._slot_ids[:, 0] != UNKNOWN).tolist():
                     self.engine.clear(slot)  # its rows may contain what broke the logits
                 raise OutriderError(
                     "numeric",
@@ -101,82 +101,82 @@ class Pool:
                     f"{row.max()}",
                     "Build the engines with DTYPE=float32, and check that the checkpoint is intact",
                 )
-        self.stats.seconds += time.perf_counter() - began
-        return answer
+        self.stats.seconds += time.perf_counter() - start
+        return logits_by_node
 
-    def _share(self, sequences: Sequence[Tokens], first: int) -> None:
+    def _compute_common_prefix(self, sequences: Sequence[Tokens], first: int) -> None:
         """Make sure that one slot holds the common prefix of all (sorted) sequences."""
         low, high = sequences[0], sequences[-1]
         length = next((i for i in range(first) if low[i] != high[i]), first)
         rows = len(self.prompt) + length
         # The row of the first logits is computed in any case.
         need = min(rows, len(self.prompt) + first - 1)
-        if len(sequences) > 1 and self._common(self._ids(low)[:rows]).max() < need:
-            self._run([low[:length]], length)
+        if len(sequences) > 1 and self._common_lengths(self._with_prompt(low)[:rows]).max() < need:
+            self._feed([low[:length]], length)
 
-    def _run(self, sequences: Sequence[Tokens], first: int) -> Logits:
+    def _feed(self, sequences: Sequence[Tokens], first: int) -> Logits:
         """Feed prompt + sequence to a separate slot for each sequence: in one call, or one for each
         chunk.
 
         At most as many sequences as slots. Returns float32 [n, longest - first + 1, V]: logits
         after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
         """
-        texts = [self._ids(sequence) for sequence in sequences]
+        texts = [self._with_prompt(sequence) for sequence in sequences]
         for slot in range(len(texts) if self._source else 0):  # the slots that they will get
             self.engine.encode(slot, self._source)
         row = len(self.prompt) + first - 1  # of the first logits
-        common = np.minimum([self._common(text) for text in texts], row)
-        slots = self._place(common)
+        common_lengths = np.minimum([self._common_lengths(text) for text in texts], row)
+        slots = self._assign_slots(common_lengths)
         # Start all slots at the same row, since K is the same for all slots of a call; rows that a
         # slot already has get the same values again. Past its end a sequence is fed 0: those rows
         # are beyond the recorded length.
-        start, end = int(common.max(1).min()), max(map(len, texts))
+        start, end = int(common_lengths.max(1).min()), max(map(len, texts))
         ids = np.zeros((len(texts), end - start), np.int64)
         for slot, text in zip(slots, texts, strict=True):
             ids[slot, : len(text) - start] = text[start:]
-            self._held[slot] = UNKNOWN
-            self._held[slot, : len(text)] = text
+            self._slot_ids[slot] = UNKNOWN
+            self._slot_ids[slot, : len(text)] = text
         parts = []
         for begin in range(start, end, self.engine.chunk):
-            piece = ids[:, begin - start : begin - start + self.engine.chunk]
-            width = piece.shape[1]
-            piece = wide(self.engine, piece)
+            block = ids[:, begin - start : begin - start + self.engine.chunk]
+            width = block.shape[1]
+            block = wide(self.engine, block)
             index = np.arange(min(max(0, row - begin), width - 1), width)
             position = np.full(len(texts), begin, np.int64)
-            logits = self.engine.forward(piece, position, index)
+            logits = self.engine.forward(block, position, index)
             if begin + width > row:
                 parts.append(logits.copy())
             self.stats.calls += 1
-            self.stats.rows += piece.size
+            self.stats.rows += block.size
         return np.concatenate(parts, axis=1)[slots]
 
-    def _place(self, common: npt.NDArray[np.intp]) -> list[int]:
+    def _assign_slots(self, common_lengths: npt.NDArray[np.intp]) -> list[int]:
         """A slot for each of n sequences, with as many rows of the sequence as any slot held.
 
-        common: [n, slots], how many rows of each sequence each slot holds. The sequences get the
-        first n slots, so that a call has no idle ones. No row that is still to be copied is
-        overwritten: a slot that holds the most rows of a sequence was assigned to a sequence
+        common_lengths: [n, slots], how many rows of each sequence each slot holds. The sequences
+        get the first n slots, so that a call has no idle ones. No row that is still to be copied
+        is overwritten: a slot that holds the most rows of a sequence was assigned to a sequence
         before, or comes after the first n.
         """
-        count = len(common)
+        count = len(common_lengths)
         slots = [UNKNOWN] * count
-        for i, rows in enumerate(common):
-            best = np.flatnonzero(rows[:count] == rows.max()).tolist()
-            slots[i] = next((slot for slot in best if slot not in slots), UNKNOWN)
+        for i, rows in enumerate(common_lengths):
+            longest = np.flatnonzero(rows[:count] == rows.max()).tolist()
+            slots[i] = next((slot for slot in longest if slot not in slots), UNKNOWN)
         free = iter(sorted(set(range(count)) - set(slots)))
-        for i, rows in enumerate(common):
+        for i, rows in enumerate(common_lengths):
             if slots[i] == UNKNOWN:
-                slots[i], source, most = next(free), int(rows.argmax()), int(rows.max())
-                if most:
-                    self._copy_rows(source, slots[i], most)
-                    self.stats.copied += most
+                slots[i], source, length = next(free), int(rows.argmax()), int(rows.max())
+                if length:
+                    self._copy_rows(source, slots[i], length)
+                    self.stats.copied += length
         return slots
 
-    def _common(self, ids: Ids) -> npt.NDArray[np.intp]:
+    def _common_lengths(self, ids: Ids) -> npt.NDArray[np.intp]:
         """How many of these ids' rows each slot holds: [slots]."""
-        differs = self._held[:, : len(ids) + 1] != np.append(ids, UNKNOWN - 1)
+        differs = self._slot_ids[:, : len(ids) + 1] != np.append(ids, UNKNOWN - 1)
         rows: npt.NDArray[np.intp] = differs.argmax(1)
         return rows
 
-    def _ids(self, sequence: Tokens) -> Ids:
+    def _with_prompt(self, sequence: Tokens) -> Ids:
         return readable(self.engine, (*self.prompt, *sequence))

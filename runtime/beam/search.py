@@ -29,12 +29,12 @@ from ..files.errors import is_whole, out_of_range
 from ..files.manifest import MOST_GAMMA
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
-from ..sampling.warp import NO_TOKEN, broken_row, within
+from ..sampling.warp import NO_TOKEN, broken_row_error, ids_within
 from .pool import Pool, PoolStats, Tokens
 
-KEPT = -1  # in place of a token: the hypothesis stays as it is
+NO_TOKEN_ADDED = -1  # in place of a token: the hypothesis stays as it is
 Forbid = Callable[[npt.NDArray[Any], Tokens], None]  # sets scores of illegal next tokens to -inf
-WIDEST = 1024  # hypotheses; a wider search would take forever
+MAX_BEAMS = 1024  # a wider search would take forever
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def beam_search(
 
     target, draft: engines that can copy rows (`Pool`). Slots are used from the first on, and their
     contents are lost; if there are fewer slots than sequences, the rest go into further calls.
-    gamma: steps drafted per round, less than the K (`widest`) that the target was opened for; 0, or
-    no draft, is plain beam search. draft_width: width of the draft's beam, at least `width`; None
+    gamma: steps drafted per round, less than the target's largest K (`max_outputs`); 0, or no
+    draft, is plain beam search. draft_width: width of the draft's beam, at least `width`; None
     for twice that. max_len: longest prompt + output. draft_max_len: the draft's own context length,
     beyond which nothing is drafted. vocab_size: number of tokens; logits beyond are padding, and a
     draft with fewer tokens proposes none of the others. length_penalty: affects the ranking of the
@@ -117,37 +117,39 @@ def beam_search(
     The prompt and max_new_tokens must be legal for `TextEngine.request`. Raises OutriderError:
     "option", "numeric", and what the engines raise.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
     draft_width = 2 * width if draft_width is None else draft_width
-    _check(width, draft_width, gamma, length_penalty)
+    _check_options(width, draft_width, gamma, length_penalty)
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target", source)
     drafter = None
     if draft is not None and gamma:
         drafter = Pool(draft, prompt, stats.draft, "draft", source)
-    ends = frozenset(eos_token_ids)
-    most = min(max_new_tokens, max_len - len(prompt))
+    end_ids = frozenset(eos_token_ids)
+    max_steps = min(max_new_tokens, max_len - len(prompt))
     draft_room = (max_len if draft_max_len is None else draft_max_len) - len(prompt)
 
     def forbid(scores: npt.NDArray[Any], tokens: Tokens) -> None:
         if len(tokens) < min_new_tokens:
-            scores[within([*ends], len(scores))] = -np.inf
+            scores[ids_within([*end_ids], len(scores))] = -np.inf
         text = np.array([*prompt, *tokens], np.int64)
         for processor in processors:
             processor(scores, text, len(prompt))
 
     beam = [Hypothesis((), 0.0)]
-    while stats.steps < most and _unfinished(beam):
+    while stats.steps < max_steps and _unfinished(beam):
         # No logits are needed for the sequences that the last step of all makes.
-        ahead = min(gamma, most - stats.steps - 1, draft_room - stats.steps)
+        draft_steps = min(gamma, max_steps - stats.steps - 1, draft_room - stats.steps)
         nodes = _unfinished(beam)
-        if drafter is not None and ahead > 0:
-            narrower = min(vocab_size, drafter.engine.vocab_size)
+        if drafter is not None and draft_steps > 0:
+            draft_vocab_size = min(vocab_size, drafter.engine.vocab_size)
             drafts = beam
-            for _ in range(ahead):
+            for _ in range(draft_steps):
                 logits = drafter.logits(_unfinished(drafts))
-                drafts = advance(drafts, logits, draft_width, narrower, ends, forbid)
+                drafts = advance_beam(
+                    drafts, logits, draft_width, draft_vocab_size, end_ids, forbid
+                )
                 stats.drafted += 1
                 nodes += _unfinished(drafts)
                 if not _unfinished(drafts):
@@ -155,25 +157,25 @@ def beam_search(
         known = verifier.logits(nodes)
         stats.rounds += 1
         stats.scored += len(nodes)
-        before = stats.steps
-        while stats.steps < most and _unfinished(beam) and contained(beam, known):
-            beam = advance(beam, known, width, vocab_size, ends, forbid)
+        previous_steps = stats.steps
+        while stats.steps < max_steps and _unfinished(beam) and all_known(beam, known):
+            beam = advance_beam(beam, known, width, vocab_size, end_ids, forbid)
             stats.steps += 1
         if not beam:
-            raise broken_row(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
-        stats.accepted += stats.steps - before - 1
+            raise broken_row_error(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
+        stats.accepted += stats.steps - previous_steps - 1
     # Sorting is stable: hypotheses with equal length-penalised scores stay in beam order.
     beam.sort(key=lambda one: -one.score / len(one.tokens) ** length_penalty)
-    stats.elapsed = time.perf_counter() - began
+    stats.elapsed = time.perf_counter() - start
     return BeamResult(beam, stats)
 
 
-def advance(
+def advance_beam(
     beam: Sequence[Hypothesis],
     logits: Mapping[Tokens, Logits],
     width: int,
     vocab_size: int,
-    ends: Collection[int],
+    end_ids: Collection[int],
     forbid: Forbid = lambda scores, tokens: None,
 ) -> list[Hypothesis]:
     """One step of beam search: at most `width` hypotheses, best first.
@@ -184,7 +186,7 @@ def advance(
     candidates: list[tuple[float, int, int]] = []  # sort in order of preference: see `beam_search`
     for rank, one in enumerate(beam):
         if one.finished:
-            candidates.append((-one.score, rank, KEPT))
+            candidates.append((-one.score, rank, NO_TOKEN_ADDED))
             continue
         totals = log_softmax(logits[one.tokens][:vocab_size])
         forbid(totals, one.tokens)
@@ -194,13 +196,13 @@ def advance(
     candidates.sort()
     return [
         beam[rank]
-        if token == KEPT
-        else Hypothesis((*beam[rank].tokens, token), -negated, token in ends)
+        if token == NO_TOKEN_ADDED
+        else Hypothesis((*beam[rank].tokens, token), -negated, token in end_ids)
         for negated, rank, token in candidates[:width]
     ]
 
 
-def contained(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
+def all_known(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
     """Whether the logits after every unfinished hypothesis are known."""
     return all(tokens in known for tokens in _unfinished(beam))
 
@@ -209,16 +211,16 @@ def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
     return [one.tokens for one in beam if not one.finished]
 
 
-def _check(width: int, draft_width: int, gamma: int, length_penalty: float) -> None:
-    for name, value, least, most in (
-        ("beams", width, 1, WIDEST),
-        ("draft_beams", draft_width, width, 2 * WIDEST),
+def _check_options(width: int, draft_width: int, gamma: int, length_penalty: float) -> None:
+    for name, value, minimum, maximum in (
+        ("beams", width, 1, MAX_BEAMS),
+        ("draft_beams", draft_width, width, 2 * MAX_BEAMS),
         ("gamma", gamma, 0, MOST_GAMMA),  # outside of beam search it may also be "auto"
     ):
-        if not is_whole(value) or not least <= value <= most:
-            raise out_of_range(name, value, f"a whole number from {least} to {most}")
+        if not is_whole(value) or not minimum <= value <= maximum:
+            raise out_of_range(name, value, f"a whole number from {minimum} to {maximum}")
     # Bounded, so that length ** penalty is finite and not 0.
-    number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
-    if not (number and abs(length_penalty) <= 10):
-        legal = "from -10 to 10; 0 ranks by the score alone"
-        raise out_of_range("length_penalty", length_penalty, legal)
+    is_number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
+    if not (is_number and abs(length_penalty) <= 10):
+        allowed = "from -10 to 10; 0 ranks by the score alone"
+        raise out_of_range("length_penalty", length_penalty, allowed)

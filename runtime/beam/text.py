@@ -17,7 +17,7 @@ from ..text.options import Options, Prompt
 from ..text.tokenizer import Detokenizer
 from .search import BeamStats, beam_search
 
-SLOTS = 4  # per beam: enough for twice as many `draft_beams`, with two drafted branches each
+SLOTS_PER_BEAM = 4  # enough for twice as many `draft_beams`, with two drafted branches each
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def beam_texts(
     "prompt", "busy", "numeric".
     """
     decoder = engine.decoder
-    gamma = gamma_of(engine, gamma)
+    gamma = resolve_gamma(engine, gamma)
     if gamma and decoder.draft is None:
-        without = "was opened without its own" if engine.manifest.pair.draft else "has none"
-        cause = f"gamma={gamma} needs a draft, and the bundle {without}"
+        reason = "was opened without its own" if engine.manifest.pair.draft else "has none"
+        cause = f"gamma={gamma} needs a draft, and the bundle {reason}"
         raise OutriderError("option", cause, "Use gamma=0.")
     options = Options(
         gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,
@@ -92,7 +92,7 @@ def beam_texts(
     with engine.undisturbed():
         request = with_source(decoder.target, 0, request)
         ids = request.prompt
-        found = beam_search(
+        result = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
             max_new_tokens=max_new_tokens, max_len=decoder.max_len,
             eos_token_ids=() if ignore_eos else request.eos_token_ids,
@@ -103,12 +103,12 @@ def beam_texts(
     texts = [
         BeamText(_text(engine, ids, one.tokens[: -1 if one.finished else None]), list(one.tokens),
                  one.score, one.finished)
-        for one in found.hypotheses
+        for one in result.hypotheses
     ]  # fmt: skip
-    return BeamTexts(texts, len(ids), found.stats)
+    return BeamTexts(texts, len(ids), result.stats)
 
 
-def gamma_of(engine: TextEngine, gamma: int | None) -> int:
+def resolve_gamma(engine: TextEngine, gamma: int | None) -> int:
     """`gamma`, with None replaced by its default."""
     if gamma is not None:
         return gamma
@@ -120,21 +120,21 @@ def _text(engine: TextEngine, prompt: Sequence[int], tokens: Sequence[int]) -> s
     return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
 
 
-def excluded(options: Options, given: Mapping[str, Any]) -> str | None:
+def unsupported_option(options: Options, requested: Mapping[str, Any]) -> str | None:
     """The name of the first changed option that has no meaning for beam search, or None.
 
-    given: other requested features, by name.
+    requested: other requested features, by name.
     """
-    kept = {
+    supported = {
         "max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "special_tokens",
         "source",
     }  # fmt: skip
-    usual = Options()
+    defaults = Options()
     for name, value in vars(options).items():
-        if name not in kept and value != getattr(usual, name) and value != []:
+        if name not in supported and value != getattr(defaults, name) and value != []:
             return name
     if isinstance(options.gamma, str):
         return "gamma"
     if options.draft not in (None, "none", "model"):
         return "draft"
-    return next((name for name, asked in given.items() if asked), None)
+    return next((name for name, is_requested in requested.items() if is_requested), None)

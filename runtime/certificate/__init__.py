@@ -12,8 +12,8 @@ a near-tie: a verification runs gamma + 1 tokens in one call and rounds differen
 step. Suppose that no logit differs by more than d. If x is the argmax of the wide row z' and a that
 of the plain row z, then z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not
 rounding. d is measured on the same text, by teacher-forcing it in calls of gamma + 1 tokens too, on
-the largest logits of each row. The bound is capped (`_cap`); otherwise engines whose wide calls are
-simply wrong would measure a large d and pass.
+the largest logits of each row. The bound is capped (`_max_bound`); otherwise engines whose wide
+calls are simply wrong would measure a large d and pass.
 
 Temperature above 0. The randomised probability integral transform (Rosenblatt 1952, "Remarks on a
 multivariate transformation"; Brockwell 2007, "Universal residuals"): with p the plain distribution
@@ -27,8 +27,8 @@ are tested; twice the smaller p-value counts (Bonferroni).
 
 That texts end causes no bias. Whether token t exists was decided by the tokens before it, and given
 those U_t is uniform: however texts end, the U of the concatenated texts are independent uniforms.
-The test takes the first `TOKENS` of them, a number fixed beforehand. Only if `RUNS` texts yield
-fewer does the count depend on the tokens, and then only through the lengths.
+The test takes the first `TEST_TOKENS` of them, a number fixed beforehand. Only if `MAX_TEXTS` texts
+yield fewer does the count depend on the tokens, and then only through the lengths.
 
 With the coupled rule a text must equal plain decoding with its seed. That is generated too, and one
 differing token fails.
@@ -52,11 +52,11 @@ from ..files.manifest import Dtype
 from ..sequence import Request
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
-from .replay import Forced, Mismatch, Replay, Rounding
+from .replay import Mismatch, Replay, Rounding, TeacherForced
 
-TOKENS = 512  # of the distribution test
-RUNS = 64  # maximum number of texts generated to get them
-LEVEL = 1e-3  # an exact decoder fails one certificate in a thousand at temperature > 0
+TEST_TOKENS = 512  # of the distribution test
+MAX_TEXTS = 64  # maximum number of texts generated to get them
+SIGNIFICANCE_LEVEL = 1e-3  # an exact decoder fails one certificate in a thousand at temperature > 0
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,26 @@ class Certificate:
             f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "
             f"{texts} ({self.drafted} drafted), each checked against the target alone"
         ]
-        found = len(self.near_ties) + len(self.violations)
+        count = len(self.near_ties) + len(self.violations)
         if self.p_value is None and self.identical:
-            lines.append(f"argmax {self.tokens - found} | other {found}")
+            lines.append(f"argmax {self.tokens - count} | other {count}")
         elif self.p_value is None:
             lines.append(
-                f"argmax {self.tokens - found} | near-ties {len(self.near_ties)} "
+                f"argmax {self.tokens - count} | near-ties {len(self.near_ties)} "
                 f"| other {len(self.violations)} | bound {self.bound:.2g} logits "
                 f"({self.width}-token calls differ by {self.rounding:.2g})"
             )
         else:
             lines.append(
                 f"uniformity D {self.statistic:.4f}, p-value {self.p_value:.3g} (fails below "
-                f"{LEVEL:g}) | outside the target's support {found}"
+                f"{SIGNIFICANCE_LEVEL:g}) | outside the target's support {count}"
             )
         if self.identical is not None:
-            said = "identical" if self.identical else f"NOT identical, by up to {self.rounding:.2g}"
-            lines.append(f"logits of {self.width}-token calls and of plain steps: {said}")
+            bits = "identical" if self.identical else f"NOT identical, by up to {self.rounding:.2g}"
+            lines.append(f"logits of {self.width}-token calls and of plain steps: {bits}")
         shown = [*self.violations[:3], *self.near_ties][:4]
         if shown:
-            more = f" | and {found - len(shown)} more" if found > len(shown) else ""
+            more = f" | and {count - len(shown)} more" if count > len(shown) else ""
             items = (
                 f"text {m.run} token {m.position}: id {m.token}, not {m.best} (+{m.margin:.2g})"
                 for m in shown
@@ -145,46 +145,46 @@ def check(
     engine: TextEngine,
     prompt: Prompt | None,
     options: Options,
-    said: Callable[[str], None] = lambda text: None,  # receives progress messages
+    on_progress: Callable[[str], None] = lambda text: None,  # receives progress messages
 ) -> Certificate:
     """Generate from `prompt` through the engine as it is, and check the tokens against the target.
 
     At temperature 0 this generates one text; above, texts with seeds seed, seed + 1, ... until
-    there are `TOKENS` tokens. Rules that are not exact (sigmoid, lenience below 1) run too, for
+    there are `TEST_TOKENS` tokens. Inexact rules (sigmoid, lenience below 1) run too, for
     their p-value, but never pass: a sample can refute exactness but not establish it.
     Raises OutriderError as `generate` does.
     """
     request = engine.request(prompt, options)
     params, width = request.params, request.gamma + 1
-    generated = _generate(engine, prompt, options, request, said)
+    generated = _generate(engine, prompt, options, request, on_progress)
     texts = generated.texts
     tokens = sum(map(len, texts))
-    numbers, mismatches, rounding = _replay(engine, request, generated, said)
-    identical = rounding.identical if width > 1 and engine.bits.of_gamma else None
-    bound = min(2 * rounding.largest, _cap(engine.manifest.pair.target.dtype, rounding.scale))
-    near = tuple(m for m in mismatches if m.margin <= bound and identical is None)
-    violations = tuple(m for m in mismatches if m not in near)
+    transforms, mismatches, rounding = _replay(engine, request, generated, on_progress)
+    identical = rounding.identical if width > 1 and engine.bits.independent_of_gamma else None
+    bound = min(2 * rounding.largest, _max_bound(engine.manifest.pair.target.dtype, rounding.scale))
+    near_ties = tuple(m for m in mismatches if m.margin <= bound and identical is None)
+    violations = tuple(m for m in mismatches if m not in near_ties)
     statistic = p_value = None
     if params.temperature > 0:
-        tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
+        tests = [kolmogorov_smirnov(column) for column in zip(*transforms, strict=True)]
         statistic, p_value = min(tests, key=lambda test: test[1])
         p_value = min(1.0, 2 * p_value)
         # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2.
         # Rounding moves mass of that order across a filter's edge; allow one token more by chance.
-        if len(near) > 1 + tokens * bound / 4:
-            near, violations = (), (*violations, *near)
+        if len(near_ties) > 1 + tokens * bound / 4:
+            near_ties, violations = (), (*violations, *near_ties)
     caveat = _caveat(request, generated.drafted)
     passed = (
         not violations
         and caveat is None
-        and (p_value is None or p_value >= LEVEL)
+        and (p_value is None or p_value >= SIGNIFICANCE_LEVEL)
         and generated.repeated in (None, len(texts))
         and identical is not False
     )
     return Certificate(
         passed=passed, temperature=params.temperature, texts=len(texts), tokens=tokens,
         drafted=generated.drafted, width=width, rounding=rounding.largest, bound=bound,
-        near_ties=near, violations=violations, statistic=statistic, p_value=p_value,
+        near_ties=near_ties, violations=violations, statistic=statistic, p_value=p_value,
         repeated=generated.repeated, identical=identical, caveat=caveat,
     )  # fmt: skip
 
@@ -204,58 +204,58 @@ def _generate(
     prompt: Prompt | None,
     options: Options,
     request: Request,
-    said: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> _Generated:
     params = request.params
-    seeds = [(params.seed + run) % 2**64 for run in range(RUNS if params.temperature else 1)]
+    seeds = [(params.seed + run) % 2**64 for run in range(MAX_TEXTS if params.temperature else 1)]
     texts: list[list[int]] = []
     drafted = 0
     repeated = 0 if params.verify == "coupled" and request.gamma else None
     for seed in seeds:
-        said(f"text {len(texts) + 1}, {sum(map(len, texts))} tokens")
+        on_progress(f"text {len(texts) + 1}, {sum(map(len, texts))} tokens")
         seeded = replace(options, seed=seed)
         result = engine.generate(prompt, seeded)
         drafted += result.stats.drafted
         texts.append(result.token_ids)
         if repeated is not None:
-            plainly = engine.generate(prompt, seeded.plain()).token_ids
-            repeated += plainly == texts[-1]
-        if sum(map(len, texts)) >= TOKENS and params.temperature:
-            texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
+            plain_ids = engine.generate(prompt, seeded.plain()).token_ids
+            repeated += plain_ids == texts[-1]
+        if sum(map(len, texts)) >= TEST_TOKENS and params.temperature:
+            texts[-1] = texts[-1][: TEST_TOKENS - sum(map(len, texts[:-1]))]
             break
     return _Generated(seeds[: len(texts)], texts, drafted, repeated)
 
 
 def _replay(
-    engine: TextEngine, request: Request, generated: _Generated, said: Callable[[str], None]
+    engine: TextEngine, request: Request, generated: _Generated, on_progress: Callable[[str], None]
 ) -> tuple[list[tuple[float, float]], list[Mismatch], Rounding]:
     """Teacher-force the texts. Returns the U of all tokens, in the order by p/q and in that by p;
     the tokens that were not the argmax, or outside the support; and how calls of gamma + 1 tokens
     differ."""
     params, width = request.params, request.gamma + 1
-    numbers: list[tuple[float, float]] = []
+    transforms: list[tuple[float, float]] = []
     mismatches: list[Mismatch] = []
     rounding = Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
         request = with_source(engine.decoder.target, slot.index, request)
         replay = Replay(engine, request)
-        target, draft = Forced(engine.decoder.target, slot, request), None
+        target, draft = TeacherForced(engine.decoder.target, slot, request), None
         if params.temperature and request.gamma and request.draft == "model":
-            model, room = engine.decoder.draft, engine.decoder.draft_max_len
-            longest = max(len(request.prompt) + 1, len(source_ids(request.source)))
-            if model is not None and longest <= room:
-                draft = Forced(model, slot, request, room)
+            draft_model, draft_max_len = engine.decoder.draft, engine.decoder.draft_max_len
+            draft_tokens = max(len(request.prompt) + 1, len(source_ids(request.source)))
+            if draft_model is not None and draft_tokens <= draft_max_len:
+                draft = TeacherForced(draft_model, slot, request, draft_max_len)
         for run, (seed, text) in enumerate(zip(generated.seeds, generated.texts, strict=True)):
-            said(f"replaying text {run + 1} of {len(generated.texts)}")
-            plain = rounding.watch(target.rows(text))
+            on_progress(f"replaying text {run + 1} of {len(generated.texts)}")
+            plain = rounding.record(target.rows(text))
             if params.temperature == 0:
                 mismatches += replay.not_argmax(plain, text)
             else:
                 q_rows = draft.rows(text) if draft is not None else iter(())
-                numbers += replay.transform(plain, q_rows, text, seed, run, mismatches)
+                transforms += replay.integral_transforms(plain, q_rows, text, seed, run, mismatches)
             if width > 1:
                 rounding.compare(target.rows(text, width))
-    return numbers, mismatches, rounding
+    return transforms, mismatches, rounding
 
 
 def _caveat(request: Request, drafted: int) -> str | None:
@@ -286,7 +286,7 @@ def kolmogorov_smirnov(sample: Sequence[float]) -> tuple[float, float]:
     return statistic, min(1.0, max(0.0, 2 * sum(terms)))
 
 
-def _cap(dtype: Dtype, scale: float) -> float:
+def _max_bound(dtype: Dtype, scale: float) -> float:
     """The largest margin, in logits, that may ever count as a near-tie.
 
     At most half a logit: a token 1.6 times as likely is not a tie in any arithmetic. In float32

@@ -18,15 +18,15 @@ from ..backends.engine import Engine, Logits
 from ..calls import prefill, readable, wide
 from ..sampling.distribution import Distribution
 from ..sampling.philox import Purpose, uniform
-from ..sampling.processors import process
+from ..sampling.processors import apply_processors
 from ..sampling.warp import warp
 from ..sequence import Request
 from ..slots import Slot
 from ..text.engine import TextEngine
 
-WITNESSES = 16  # number of largest logits of a row on which rounding is measured
+COMPARED_LOGITS = 16  # number of largest logits of a row on which rounding is measured
 # The round draws in lane 0 or in the lane of a position in the text; no text is this long.
-LANE = 2**32 - 1
+CERTIFICATE_LANE = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Mismatch:
     margin: float
 
 
-class Forced:
+class TeacherForced:
     """One model on a slot, with source and prompt in its caches, to which given texts are fed."""
 
     def __init__(self, engine: Engine, slot: Slot, request: Request, max_len: int = 2**31):
         engine.encode(slot.index, request.source)
         self._engine, self._slot, self._prompt = engine, slot.index, request.prompt
-        self._start = len(request.prompt)
-        self._room = max_len - self._start  # tokens that may be fed
-        self._first = self._read()
+        self._prompt_length = len(request.prompt)
+        self._max_fed = max_len - self._prompt_length  # tokens that may be fed
+        self._first_logits = self._prefill_prompt()
 
-    def _read(self) -> Logits:
+    def _prefill_prompt(self) -> Logits:
         """Prefill the prompt. Returns the logits [V] after it."""
         return prefill(self._engine, self._slot, self._prompt, 0).copy()
 
@@ -64,18 +64,21 @@ class Forced:
         width: number of tokens per call; 1 is plain decoding. The rows end early if the model's
         context does.
         """
-        if self._engine.held.resumes(self._slot, self._start) != self._start:
-            self._read()  # a recurrent state has advanced, with another text
-        yield self._first
-        wanted = min(len(text) - 1, self._room)
-        for begin in range(0, wanted, width):
+        if (
+            self._engine.cached_rows.resume_position(self._slot, self._prompt_length)
+            != self._prompt_length
+        ):
+            self._prefill_prompt()  # a recurrent state has advanced, with another text
+        yield self._first_logits
+        fed_count = min(len(text) - 1, self._max_fed)
+        for begin in range(0, fed_count, width):
             block = list(text[begin : begin + width])
             # Pad a short block, so that all calls have the same shape; its last rows are not used.
-            filled = block + [0] * (width - len(block))
-            ids = wide(self._engine, readable(self._engine, filled)[None])  # as in a round
-            position = np.array([self._start + begin])
+            padded = block + [0] * (width - len(block))
+            ids = wide(self._engine, readable(self._engine, padded)[None])  # as in a round
+            position = np.array([self._prompt_length + begin])
             (logits,) = self._engine.forward(ids, position, np.arange(width), first_slot=self._slot)
-            yield from logits[: wanted - begin]
+            yield from logits[: fed_count - begin]
 
 
 class Replay:
@@ -97,7 +100,7 @@ class Replay:
         where = f"{model}, teacher-forced, output token {len(text)}"
         if request.processors:
             row = row.copy()  # the plain row is read again
-            process(
+            apply_processors(
                 request.processors, row, params, context, suppress, of_draft=model == "draft",
                 where=where, output_start=len(request.prompt),
             )  # fmt: skip
@@ -118,7 +121,7 @@ class Replay:
             if token != p.point_mass:
                 yield Mismatch(0, i, token, p.point_mass, -p.margin(token))
 
-    def transform(
+    def integral_transforms(
         self,
         p_rows: Iterator[Logits],
         q_rows: Iterator[Logits],
@@ -137,18 +140,18 @@ class Replay:
             if (q_row := next(q_rows, None)) is not None:
                 known = self.warp(q_row, text[:i], "draft").probs()[: len(p)]
                 q[: len(known)] = known
-            v = uniform(seed, i, Purpose.RESIDUAL, LANE)
+            v = uniform(seed, i, Purpose.RESIDUAL, CERTIFICATE_LANE)
             if not 0 <= token < len(p) or p[token] == 0:
-                best, margin = self._removed(p_row, text[:i], token, p)
+                best, margin = self._best_removed(p_row, text[:i], token, p)
                 mismatches.append(Mismatch(run, i, token, best, margin))
                 yield v, v  # it has no U, and counts as a mismatch instead
                 continue
             # Compare p_i / q_i with p_x / q_x, without dividing.
-            by_ratio = _below(p * q[token], p[token] * q, token)
-            by_p = _below(p, p[token : token + 1], token)
+            by_ratio = _comes_before(p * q[token], p[token] * q, token)
+            by_p = _comes_before(p, p[token : token + 1], token)
             yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
 
-    def _removed(
+    def _best_removed(
         self, row: Logits, before: Sequence[int], token: int, p: npt.NDArray[np.float64]
     ) -> tuple[int, float]:
         """The best of the tokens that top-k, top-p or min-p remove, and its margin over this token.
@@ -167,28 +170,28 @@ class Rounding:
 
     def __init__(self, vocab_size: int, penalty: float):
         self._vocab_size = vocab_size
-        self._stretch = max(penalty, 1 / penalty)  # the penalty scales differences too
+        self._difference_scale = max(penalty, 1 / penalty)  # the penalty scales differences too
         self.largest = 0.0
         self.scale = 0.0  # the largest logit
         self.identical = True
-        self._witnesses: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
+        self._plain_logits: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
 
-    def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
+    def record(self, rows: Iterator[Logits]) -> Iterator[Logits]:
         """Yield plain rows, and store what `compare` will need."""
-        self._witnesses.clear()
+        self._plain_logits.clear()
         for row in rows:
             known = row[: self._vocab_size]
-            best = np.argpartition(known, -min(WITNESSES, len(known)))[-WITNESSES:]
+            best = np.argpartition(known, -min(COMPARED_LOGITS, len(known)))[-COMPARED_LOGITS:]
             best = best[np.isfinite(known[best])]
-            self._witnesses.append((best, known[best], _digest(known)))
+            self._plain_logits.append((best, known[best], _digest(known)))
             self.scale = max(self.scale, float(np.abs(known[best]).max(initial=0.0)))
             yield row
 
     def compare(self, rows: Iterator[Logits]) -> None:
         """Compare the same rows from wider calls with the plain ones."""
-        for (best, plain, digest), row in zip(self._witnesses, rows, strict=True):
+        for (best, plain, digest), row in zip(self._plain_logits, rows, strict=True):
             self.identical &= _digest(row[: self._vocab_size]) == digest
-            difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._stretch
+            difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._difference_scale
             self.largest = max(self.largest, difference)
 
 
@@ -196,10 +199,10 @@ def _digest(row: Logits) -> bytes:
     return hashlib.blake2b(row.tobytes()).digest()
 
 
-def _below(
-    ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], token: int
+def _comes_before(
+    values: npt.NDArray[np.float64], others: npt.NDArray[np.float64], token: int
 ) -> npt.NDArray[np.bool_]:
     """Which tokens come before `token` in an order; equal ones are ordered by their ids."""
-    below: npt.NDArray[np.bool_] = ours < theirs
-    below[:token] |= (ours == theirs)[:token]
+    below: npt.NDArray[np.bool_] = values < others
+    below[:token] |= (values == others)[:token]
     return below

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .. import __version__
-from ..beam.text import excluded
+from ..beam.text import unsupported_option
 from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, PACKAGE, CommandParser, OutriderError, refuse_first
 from ..sampling.warp import VerifyRule
@@ -368,7 +368,7 @@ def options_from(args: Namespace) -> Options:
     options.check()
     if args.beams:
         more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
-        name = excluded(options, {name: getattr(args, name) for name in more})
+        name = unsupported_option(options, {name: getattr(args, name) for name in more})
         if name is not None:
             name = "chat" if name == "conversation" else flag(name)
             cause = f"--{name} has no meaning for a beam search"

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from itertools import count
 from typing import Any
 
-from ..audio.subtitles import WEBVTT, lines, subrip, webvtt
+from ..audio.subtitles import WEBVTT_HEADER, lines, subrip, webvtt
 from ..audio.transcription import Segment, SpeechOptions
 from ..files.progress import Stage, stage
 from ..text.options import Options
@@ -155,7 +155,7 @@ def _writer(form: str, timed: bool) -> Writer:
 
     def vtt(new: Sequence[Segment] | None) -> Iterator[str]:
         if next(numbers) == 1:
-            yield WEBVTT
+            yield WEBVTT_HEADER
         yield from webvtt(new or ())
 
     writers: dict[str, Writer] = {

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..audio.recording import check_file
-from ..beam.text import SLOTS, beam_texts, gamma_of
+from ..beam.text import SLOTS_PER_BEAM, beam_texts, resolve_gamma
 from ..bundle import load
 from ..certificate import check
 from ..costs import RoundCosts
@@ -21,7 +21,7 @@ from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
 from ..text.results import Result
-from ..theory.measure import findings
+from ..theory.measure import summarise
 from . import report
 from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
@@ -58,7 +58,7 @@ def run(argv: Sequence[str] | None) -> int:
 def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
     """Load the bundle, with its draft model if one of the requests needs it."""
     return load(
-        args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
+        args.engines, slots=args.slots or (SLOTS_PER_BEAM * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus, reuse=not args.baseline,
@@ -134,7 +134,7 @@ def _costs(
     None if there was no plain step."""
     stats = result.stats
     if plain is not None and plain.stats.rounds and stats.drafted:
-        return findings({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
+        return summarise({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
     known = engine.decoder.costs.get(draft)
     return known.timed(1) if known else None
 
@@ -169,7 +169,7 @@ def _beams(session: Session, prompt: Prompt | None) -> None:
     text = report.json_line(found.json_object()) if args.json else found.texts[0].text
     session.out.line(text)
     if args.stats != "none":
-        session.err.lines(found.lines(args.beams, gamma_of(engine, options.gamma)))
+        session.err.lines(found.lines(args.beams, resolve_gamma(engine, options.gamma)))
     session.show_engine()
 
 

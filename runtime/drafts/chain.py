@@ -49,7 +49,7 @@ class ChainDraft(Draft):
         engine = self.sources.engine
         assert engine is not None
         # A recurrent state has few rows, and none for the padding to the widest guess of others.
-        together = len(wanted) if engine.held.states is None else 1
+        together = len(wanted) if engine.cached_rows.states is None else 1
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:together]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
@@ -85,7 +85,7 @@ class ChainDraft(Draft):
             slot_sampling(sequence, len(guess), tokens[sequence], seeds[sequence])
             for sequence, guess in zip(active, guesses, strict=True)
         ])  # fmt: skip
-        inner.give(guesses)
+        inner.set_drafts(guesses)
         verdicts = inner.verify(logits, first_slot=first)
         for sequence, guess, verdict in zip(active, guesses, verdicts, strict=True):
             mine, slot = tokens[sequence], sequence.slot.index

@@ -67,7 +67,7 @@ class Proposer:
 
     def _has_source(self, sequence: ActiveSequence) -> bool:
         source, engine = sequence.request.source, self.sources.engine
-        return engine is None or engine.held.has(sequence.slot.index, source)
+        return engine is None or engine.cached_rows.has_source(sequence.slot.index, source)
 
     def read(self, sequence: ActiveSequence) -> None:
         """Let the draft model read what it lacks: source and prompt at first, later the tokens of
@@ -78,7 +78,7 @@ class Proposer:
         if slot.draft_lacks:
             need = slot.draft_len + slot.draft_lacks
             # An interrupted read may have overwritten the rows that this one would start from.
-            start = engine.held.resumes(slot.index, slot.draft_len)
+            start = engine.cached_rows.resume_position(slot.index, slot.draft_len)
             prefill(engine, slot.index, slot.tokens[:need], start)
             slot.draft_len = need
 
@@ -93,7 +93,7 @@ class Proposer:
         if with_rows:
             self._steps(drafts, drafted)
         if not with_rows or any(draft.at_once for draft in with_rows):
-            self._sampler.give(list(drafted.tokens.values()), span(drafts or gammas)[0])
+            self._sampler.set_drafts(list(drafted.tokens.values()), span(drafts or gammas)[0])
         return drafted
 
     def _of(self, sequence: ActiveSequence) -> Draft:
@@ -179,7 +179,7 @@ class Proposer:
                 row = logits[sequence.slot.index - first, : self.sources.width]
                 if confidence(row, token, scale(sequence)) < threshold:
                     gammas[sequence] = step + 1
-                    self._sampler.stop(b, step + 1)
+                    self._sampler.reduce_gamma(b, step + 1)
 
     def _buffer(self, gamma: int) -> Logits:
         """A buffer [gamma or more, S, V] for rows that are not in an engine's buffer."""

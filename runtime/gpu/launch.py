@@ -27,7 +27,7 @@ KERNELS = tuple(
         b"begin", b"feed", b"commit", b"again",
     )
 )  # fmt: skip
-FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
+IMAGE_FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
 
 
 class KernelSizes(ctypes.Structure):
@@ -157,7 +157,7 @@ def plan_verify(
     return plan
 
 
-def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> Path:
+def find_image(major: int, minor: int, folders: tuple[Path, ...] = IMAGE_FOLDERS) -> Path:
     """The file with the kernels' code for a compute capability: machine code of the same major
     version and the highest minor version that is not above it, otherwise PTX, which the driver
     compiles. Raises OutriderError "backend"."""
@@ -204,14 +204,14 @@ class Device(Cuda):
 
     def launch(self, plan: Plan, stream: int = 0) -> None:
         """Enqueue a plan. This may be captured in a graph; the plan may be dropped afterwards."""
-        self.use()
+        self.make_current()
         parameter = ctypes.addressof(plan) + Plan.call.offset
         for launch in plan.launches[: plan.launch_count]:
             self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
     def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
         """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. May be captured too."""
-        self.use()
+        self.make_current()
         words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
         block = min(512, -(-words // 32) * 32)
         self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(loop), stream)

@@ -13,17 +13,17 @@ from ..backends.cuda import Cuda
 from ..sampling import kernel
 from .launch import SEQUENCE
 
-MOST_ENDS = 256  # end-of-text ids per request
+MAX_END_IDS = 256  # end-of-text ids per request
 
 
-def step_bytes(slots: int, row_bytes: int) -> int:
+def step_stride(slots: int, row_bytes: int) -> int:
     """Bytes from one draft step's logits to the next: TensorRT can write only to multiples of 256
     bytes."""
     return -(-slots * row_bytes // 256) * 256
 
 
 @lru_cache(maxsize=64)
-def results(batch: int, gamma: int) -> np.dtype[Any]:
+def results_dtype(batch: int, gamma: int) -> np.dtype[Any]:
     """The results of a round of B slots and gamma drafts for the host. clock: see
     outrider_loop."""
     each = (batch, gamma)
@@ -53,10 +53,10 @@ class Sizes:
         return {
             "sequences": slots * SEQUENCE.itemsize,
             "slots": slots * kernel.SLOT.itemsize,
-            "turns": 4 * slots,  # int32 [B]
+            "gammas": 4 * slots,  # int32 [B]
             "tokens": texts,  # int64 [B, max_len]
             "draft_tokens": texts,
-            "ends": 8 * slots * MOST_ENDS,  # int64 [B, MOST_ENDS]
+            "ends": 8 * slots * MAX_END_IDS,  # int64 [B, MAX_END_IDS]
             # int64 [capacity + 1]: 0, 1, 2 ...; positions and indices point into it
             "counting": 8 * (self.capacity + 1),
             "one": 8,  # int64 [1]: 1, the index of the second of two tokens
@@ -67,9 +67,9 @@ class Sizes:
             "target_ids": 8 * slots * (gamma + 1),  # int64 [B, G + 1]
             "target_position": 8 * slots,
             "rows": slots * gamma * kernel.ROW.itemsize,
-            "results": results(slots, gamma).itemsize,
+            "results": results_dtype(slots, gamma).itemsize,
             # [G, B, V], one step after the other, and [B, G + 1, V]
-            "draft_logits": gamma * step_bytes(slots, self.draft_row),
+            "draft_logits": gamma * step_stride(slots, self.draft_row),
             "target_logits": slots * (gamma + 1) * self.target_row,
         }
 

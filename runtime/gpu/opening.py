@@ -39,14 +39,14 @@ def open_rounds(
     """Open both engines on a GPU. memory: the bytes of weights and caches, to which this adds those
     of activations and buffers. Raises OutriderError "backend", "memory"."""
     memory.update(working_memory(manifest, slots))
-    if sum(memory.values()) > device.memory()[0]:
-        device_engine(manifest.backend).give_back()
-    check_room(memory, *device.memory())
-    pair, stream = manifest.pair, device.stream()
+    if sum(memory.values()) > device.memory_info()[0]:
+        device_engine(manifest.backend).release_unused_memory()
+    check_free_memory(memory, *device.memory_info())
+    pair, stream = manifest.pair, device.create_stream()
     engines = {
         role: open_engine(
             manifest, folder / role, role, facts, device, stream, slots=slots,
-            widest=pair.max_gamma + 1 if role == "target" else 1,
+            max_outputs=pair.max_gamma + 1 if role == "target" else 1,
         )
         for role, facts in pair.models()
     }  # fmt: skip
@@ -90,20 +90,20 @@ def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
     """Bytes in addition to weights and caches. activations: those of both models if the builder
     reported both, otherwise the engines' allowance; buffers: those of a round. Does not include
     CUDA graphs and the driver's own memory."""
-    pair, kind = manifest.pair, device_engine(manifest.backend)
+    pair, engine_class = manifest.pair, device_engine(manifest.backend)
     rows = (
-        f.vocab_size * LOGIT_BYTES[kind.logits_dtype(f)] if f else 0
+        f.vocab_size * LOGIT_BYTES[engine_class.logits_dtype(f)] if f else 0
         for f in (pair.target, pair.draft)
     )
     sizes = Sizes(
         slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity, *rows
     )  # fmt: skip
-    said = manifest.activations
-    activations = kind.allowance if said is None else said
+    reported = manifest.activations
+    activations = engine_class.allowance if reported is None else reported
     return {"activations": activations, "buffers": sum(sizes.bytes().values())}
 
 
-def check_room(memory: dict[str, int], free: int, total: int) -> None:
+def check_free_memory(memory: dict[str, int], free: int, total: int) -> None:
     """Raise OutriderError "memory", before minutes of loading, if the GPU has too little memory."""
     need = sum(memory.values())
     if need > free:

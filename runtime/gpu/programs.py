@@ -18,7 +18,7 @@ from ..sampling import kernel
 from ..sequence import ActiveSequence, Rounds
 from . import launch
 from .launch import SEQUENCE, Device, KernelBuffers, KernelSizes, Loop, Plan
-from .memory import Buffers, Sizes, results, step_bytes
+from .memory import Buffers, Sizes, results_dtype, step_stride
 
 logger = logging.getLogger("outrider")
 Action = Callable[[], None]  # puts something on the stream
@@ -34,12 +34,12 @@ class Shape:
     flags: int
 
     @property
-    def results(self) -> np.dtype[Any]:
-        return results(self.batch, self.gamma)
+    def results_dtype(self) -> np.dtype[Any]:
+        return results_dtype(self.batch, self.gamma)
 
     def read(self, memory: npt.NDArray[np.uint8]) -> Any:
         """The results of a round, as a view of host memory."""
-        return memory[: self.results.itemsize].view(self.results)[0]
+        return memory[: self.results_dtype.itemsize].view(self.results_dtype)[0]
 
 
 class Programs(Rounds):
@@ -64,52 +64,52 @@ class Programs(Rounds):
         self.target: DeviceEngine = target
         self.draft: DeviceEngine | None = draft
         self._device, self._stream = device, stream
-        self._vocab_size, self._graphs_wanted = vocab_size, graphs
+        self._vocab_size, self._use_graphs = vocab_size, graphs
         self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0
         self._sizes = Sizes(
             target.slots, max_gamma if draft else 0, max_len, target.capacity, target.row_bytes,
             draft.row_bytes if draft else 0,
         )  # fmt: skip
-        self._at = Buffers(device, self._sizes, stream)
+        self._buffers = Buffers(device, self._sizes, stream)
         self._programs: dict[Shape, list[Action]] = {}
         self._graphs: dict[Shape, Graph | None] = {}
-        self._turns = b""  # a copy of the device's
+        self._uploaded_gammas = b""  # a copy of the device's
 
     def graph_nodes(self) -> dict[Shape, int]:
         """Kernels and copies in the graph of each shape."""
         return {shape: graph.nodes for shape, graph in self._graphs.items() if graph is not None}
 
-    def _upload_turns(self, wanted: dict[ActiveSequence, int], batch: int) -> None:
-        gammas = np.full(batch, -1, np.int32)
-        for sequence, gamma in wanted.items():
-            gammas[sequence.slot.index] = gamma
-        if gammas.tobytes() != self._turns:  # mostly the same from round to round
-            self._turns = gammas.tobytes()
-            self._device.upload(self._at.turns, gammas, self._stream)
+    def _upload_gammas(self, gammas: dict[ActiveSequence, int], batch: int) -> None:
+        array = np.full(batch, -1, np.int32)
+        for sequence, gamma in gammas.items():
+            array[sequence.slot.index] = gamma
+        if array.tobytes() != self._uploaded_gammas:  # mostly the same from round to round
+            self._uploaded_gammas = array.tobytes()
+            self._device.upload(self._buffers.gammas, array, self._stream)
 
-    def _player(self, shape: Shape) -> Action:
+    def _round_action(self, shape: Shape) -> Action:
         """The action that puts a round of this shape on the stream: as a graph or call by call."""
         program = self._programs.get(shape)
         if program is None:
-            program = self._programs[shape] = self._program(shape, shape)
-        if self._graphs_wanted and shape not in self._graphs:
-            body = partial(play_all, program)
+            program = self._programs[shape] = self._round_program(shape, shape)
+        if self._use_graphs and shape not in self._graphs:
+            body = partial(enqueue_all, program)
             self._graphs[shape] = self._capture(
                 shape, program, lambda: self._device.capture(body, self._stream)
             )
         graph = self._graphs.get(shape)
         if graph is not None:
             return lambda: self._device.replay(graph, self._stream)
-        return lambda: play_all(program)
+        return lambda: enqueue_all(program)
 
     def _capture(
         self, shape: Shape, program: list[Action], capture: Callable[[], Graph], what: str = "graph"
     ) -> Graph | None:
         """Capture a program with `capture`; None, with a one-line warning, if that fails."""
         # First run it without any sequences: engines prepare what cannot be done in a capture.
-        self._upload_turns({}, shape.batch)
-        play_all(program)
-        self._device.wait(self._stream)
+        self._upload_gammas({}, shape.batch)
+        enqueue_all(program)
+        self._device.wait_for_stream(self._stream)
         try:
             with ExitStack() as stack:
                 for engine in (self.target, self.draft):
@@ -122,30 +122,30 @@ class Programs(Rounds):
             )
             return None
 
-    def _logits(
+    def _logits_view(
         self, engine: DeviceEngine, address: int, slot_stride: int, row_stride: int
     ) -> kernel.Logits:
         width = self._vocab_size if engine is self.target else self._draft_width
         kind = kernel.DTYPES.index(engine.logit_type)
         return kernel.Logits(address, slot_stride, row_stride, width, kind)
 
-    def _result(self, shape: Shape, name: str) -> int:
-        """The address of a field of `memory.results`."""
-        fields: Any = shape.results.fields
-        address: int = self._at.results + fields[name][1]
+    def _result_address(self, shape: Shape, name: str) -> int:
+        """The address of a field of `memory.results_dtype`."""
+        fields: Any = shape.results_dtype.fields
+        address: int = self._buffers.results + fields[name][1]
         return address
 
-    def _loop(self, shape: Shape, first: int = 0) -> Loop:
-        at = self._at
+    def _loop_arguments(self, shape: Shape, first: int = 0) -> Loop:
+        at = self._buffers
         calls = [
             f"{call}_{what}" for call in ("draft", "step", "target") for what in ("ids", "position")
         ]
         return Loop(
             **{name: getattr(at, name) for name in calls},
-            **{name: self._result(shape, name) for name in ("drafts", "verdicts", "clock")},
+            **{name: self._result_address(shape, name) for name in ("drafts", "verdicts", "clock")},
             sequences=at.sequences + first * SEQUENCE.itemsize,
             slots=at.slots + first * kernel.SLOT.itemsize,
-            turns=at.turns + 4 * first,
+            turns=at.gammas + 4 * first,
             slot_count=shape.batch,
             width=shape.gamma,
             draft_vocab_size=self.draft.vocab_size if self.draft else 2**31 - 1,
@@ -159,40 +159,42 @@ class Programs(Rounds):
     def _launch_plan(self, plan: Plan) -> Action:
         return lambda: self._device.launch(plan, self._stream)
 
-    def _sampling(self, shape: Shape, first: int) -> tuple[KernelSizes, KernelBuffers]:
+    def _kernel_arguments(self, shape: Shape, first: int) -> tuple[KernelSizes, KernelBuffers]:
         """The sizes and buffers that the plans of a shape share, with a new workspace."""
         width = self._draft_width if shape.gamma else 0
         sizes = KernelSizes(shape.batch, shape.gamma, self._vocab_size, width, shape.flags, 0)
         return sizes, KernelBuffers(
-            **{name: self._result(shape, name) for name in ("drafts", "verdicts", "ratios")},
-            slots=self._at.slots + first * kernel.SLOT.itemsize,
-            rows=self._at.rows,
+            **{
+                name: self._result_address(shape, name) for name in ("drafts", "verdicts", "ratios")
+            },
+            slots=self._buffers.slots + first * kernel.SLOT.itemsize,
+            rows=self._buffers.rows,
             workspace=self._device.allocate(launch.workspace_size(sizes)),
         )
 
-    def _first_token(self, shape: Shape, slot: int, logits: kernel.Logits) -> list[Action]:
+    def _first_token_program(self, shape: Shape, slot: int, logits: kernel.Logits) -> list[Action]:
         """The actions after a prefill: draw from p alone, as a round without drafts does."""
-        sizes, buffers = self._sampling(shape, slot)
-        loop = self._loop(shape, slot)
+        sizes, buffers = self._kernel_arguments(shape, slot)
+        loop = self._loop_arguments(shape, slot)
         return [
             self._launch_loop("outrider_begin", loop),
             self._launch_plan(launch.plan_verify(sizes, logits, None, buffers)),
             self._launch_loop("outrider_commit", loop),
         ]
 
-    def _program(self, shape: Shape, graph: object) -> list[Action]:
+    def _round_program(self, shape: Shape, graph: object) -> list[Action]:
         """The actions of a round, in order. All addresses are fixed; what varies is in device
         memory. graph: see `DeviceEngine.enqueue`."""
-        at, batch, gamma = self._at, shape.batch, shape.gamma
-        sizes, buffers = self._sampling(shape, 0)
-        loop = self._loop(shape)
+        at, batch, gamma = self._buffers, shape.batch, shape.gamma
+        sizes, buffers = self._kernel_arguments(shape, 0)
+        loop = self._loop_arguments(shape)
         actions = [self._launch_loop("outrider_begin", loop)]
         drafts = None
         if gamma:
             draft = self.draft
             assert draft is not None
-            row, spacing = draft.row_bytes, step_bytes(batch, draft.row_bytes)
-            drafts = self._logits(draft, at.draft_logits, row, spacing)
+            row, spacing = draft.row_bytes, step_stride(batch, draft.row_bytes)
+            drafts = self._logits_view(draft, at.draft_logits, row, spacing)
             for step in range(gamma):
                 logits = at.draft_logits + step * spacing
                 # The first step feeds two tokens: after a fully accepted round the draft lacks a
@@ -203,7 +205,7 @@ class Programs(Rounds):
                     else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
                 )
                 actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
-                drawn = self._logits(draft, logits, row, row)
+                drawn = self._logits_view(draft, logits, row, row)
                 actions.append(self._launch_plan(launch.plan_draw(sizes, drawn, buffers, step)))
                 actions.append(self._launch_loop("outrider_feed", loop, step))
         row = self.target.row_bytes
@@ -211,7 +213,7 @@ class Programs(Rounds):
             batch, gamma + 1, gamma + 1, at.target_ids, at.target_position, at.counting,
             at.target_logits,
         )  # fmt: skip
-        target = self._logits(self.target, at.target_logits, (gamma + 1) * row, row)
+        target = self._logits_view(self.target, at.target_logits, (gamma + 1) * row, row)
         verdicts = launch.plan_verify(sizes, target, drafts, buffers)
         return [
             *actions,
@@ -221,6 +223,6 @@ class Programs(Rounds):
         ]
 
 
-def play_all(program: list[Action]) -> None:
+def enqueue_all(program: list[Action]) -> None:
     for action in program:
         action()

@@ -27,21 +27,21 @@ from ..sampling.sampler import SlotSampling
 from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
 from .launch import BLOCK, COUPLED, FILTERS, PENALTIES, SEQUENCE
-from .memory import MOST_ENDS, results
-from .programs import Action, Programs, Shape, play_all
+from .memory import MAX_END_IDS, results_dtype
+from .programs import Action, Programs, Shape, enqueue_all
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A round that was launched. wanted: draft tokens of each sequence that takes part; readers:
+    """A round that was launched. gammas: draft tokens of each sequence that takes part; readers:
     the sequences that have not read their results yet."""
 
     shape: Shape
-    wanted: dict[ActiveSequence, int]
+    gammas: dict[ActiveSequence, int]
     memory: npt.NDArray[np.uint8]
     event: Any
     readers: set[ActiveSequence] = field(default_factory=set)
-    results: Any = None  # see `memory.results`; set once they have arrived
+    results: Any = None  # see `memory.results_dtype`; set once they have arrived
     timed: bool = False
 
 
@@ -61,11 +61,12 @@ class DeviceRounds(Programs):
         self.on_host = False
         self._max_len, self._ahead = self._sizes.max_len, ahead
         self._draft_max_len = (draft_max_len or self._max_len) if self.draft else 0
-        self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
+        self._first_token_programs: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
         self._pending: dict[ActiveSequence, InFlight] = {}
-        self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory for reuse
+        # Pinned memory for reuse, and its event.
+        self._free_downloads: list[tuple[npt.NDArray[np.uint8], Any]] = []
         # Gammas requested while a round with another gamma had been launched ahead.
-        self._wished: dict[ActiveSequence, int] = {}
+        self._requested_gammas: dict[ActiveSequence, int] = {}
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -75,55 +76,61 @@ class DeviceRounds(Programs):
 
     def start(self, sequence: ActiveSequence) -> SlotResult:
         begin = time.perf_counter()
-        self._device.use()
+        self._device.make_current()
         index = sequence.slot.index
-        self._write(sequence)
-        logits = self._prefill(self.target, self._at.tokens, index, 0, len(sequence.slot.tokens))
+        self._upload_sequence(sequence)
+        logits = self._prefill(
+            self.target, self._buffers.tokens, index, 0, len(sequence.slot.tokens)
+        )
         shape = Shape(0, 1, flags_of(sequence.request))
-        program = self._first_tokens.get((shape, index))
+        program = self._first_token_programs.get((shape, index))
         if program is None:
-            program = self._first_tokens[shape, index] = self._first_token(shape, index, logits)
-        self._upload_turns({sequence: 0}, index + 1)
-        play_all(program)
-        in_flight = self._fly(shape, {sequence: 0})
-        result = self._part(in_flight, SlotPlan(sequence, 0, 0, 1))
+            program = self._first_token_programs[shape, index] = self._first_token_program(
+                shape, index, logits
+            )
+        self._upload_gammas({sequence: 0}, index + 1)
+        enqueue_all(program)
+        in_flight = self._enqueue_download(shape, {sequence: 0})
+        result = self._slot_result(in_flight, SlotPlan(sequence, 0, 0, 1))
         sequence.stats.time_prefill = time.perf_counter() - begin
         return result
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
-        self._device.use()
+        self._device.make_current()
         result = RoundResult()
         new = []
         for plan in plans:
             if in_flight := self._pending.get(plan.sequence):
-                if plan.gamma != in_flight.wanted[plan.sequence]:
-                    self._wished[plan.sequence] = plan.gamma
+                if plan.gamma != in_flight.gammas[plan.sequence]:
+                    self._requested_gammas[plan.sequence] = plan.gamma
             else:  # a policy may request a gamma for a single round, to try it
-                new.append(replace(plan, gamma=self._wished.pop(plan.sequence, plan.gamma)))
+                new.append(
+                    replace(plan, gamma=self._requested_gammas.pop(plan.sequence, plan.gamma))
+                )
         if new:
             self._catch_up(new, result)
-            self._launch(new, 0)
+            self._launch_round(new, 0)
         launched = [self._pending.pop(plan.sequence) for plan in plans]
         # A round ahead would overwrite the logits that log-probabilities are read from.
         if self._ahead and all(plan.sequence.request.logprobs is None for plan in plans):
-            self._launch(
+            self._launch_round(
                 [
                     plan
                     for plan, in_flight in zip(plans, launched, strict=True)
-                    if plan.left > 1 and plan.gamma == in_flight.wanted[plan.sequence]
+                    if plan.left > 1 and plan.gamma == in_flight.gammas[plan.sequence]
                 ],
                 1,
             )
         for plan, in_flight in zip(plans, launched, strict=True):
-            result.parts.append(self._part(in_flight, plan, result))
+            result.parts.append(self._slot_result(in_flight, plan, result))
         return result
 
     def forget(self, sequence: ActiveSequence) -> None:
-        self._wished.pop(sequence, None)
+        self._requested_gammas.pop(sequence, None)
         if in_flight := self._pending.pop(sequence, None):
-            self._read(in_flight, sequence)
+            self._mark_read(in_flight, sequence)
         if sequence.error is not None:
-            self._device.use()
+            self._device.make_current()
             self.clear(sequence)
 
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
@@ -136,88 +143,90 @@ class DeviceRounds(Programs):
             reduce(or_, (flags_of(plan.sequence.request) for plan in plans)),
         )
 
-    def _launch(self, plans: Sequence[SlotPlan], ahead: int) -> None:
+    def _launch_round(self, plans: Sequence[SlotPlan], ahead: int) -> None:
         """Launch a round for these plans. ahead: see `_shape`."""
         if not plans:
             return
-        wanted = {plan.sequence: plan.gamma for plan in plans}
+        gammas = {plan.sequence: plan.gamma for plan in plans}
         shape = self._shape(plans, ahead)
-        play = self._player(shape)
-        self._upload_turns(wanted, shape.batch)
-        play()
-        in_flight = self._fly(shape, wanted)
-        for sequence in wanted:
+        enqueue_round = self._round_action(shape)
+        self._upload_gammas(gammas, shape.batch)
+        enqueue_round()
+        in_flight = self._enqueue_download(shape, gammas)
+        for sequence in gammas:
             self._pending[sequence] = in_flight
 
-    def _fly(self, shape: Shape, wanted: dict[ActiveSequence, int]) -> InFlight:
+    def _enqueue_download(self, shape: Shape, gammas: dict[ActiveSequence, int]) -> InFlight:
         """Enqueue the copy of the results to the host, behind the round on the stream."""
-        if self._landed:
-            memory, event = self._landed.pop()
+        if self._free_downloads:
+            memory, event = self._free_downloads.pop()
         else:
-            most = results(self._sizes.slots, self._sizes.max_gamma).itemsize
-            memory, event = self._device.pinned(most), self._device.event()
-        end = shape.results.itemsize
-        self._device.download(memory[:end], self._at.results, self._stream)
+            size = results_dtype(self._sizes.slots, self._sizes.max_gamma).itemsize
+            memory, event = self._device.allocate_pinned(size), self._device.create_event()
+        end = shape.results_dtype.itemsize
+        self._device.download(memory[:end], self._buffers.results, self._stream)
         self._device.record(event, self._stream)
-        return InFlight(shape, wanted, memory, event, set(wanted))
+        return InFlight(shape, gammas, memory, event, set(gammas))
 
-    def _part(
+    def _slot_result(
         self, in_flight: InFlight, plan: SlotPlan, result: RoundResult | None = None
     ) -> SlotResult:
         """Wait for the round, and read this sequence's results."""
         if in_flight.results is None:
-            self._device.wait_for(in_flight.event)
+            self._device.wait_for_event(in_flight.event)
             in_flight.results = in_flight.shape.read(in_flight.memory.copy())
-        landed = in_flight.results
+        results = in_flight.results
         if result is not None and not in_flight.timed:
-            begin, drafted, end = landed["clock"].tolist()
+            begin, drafted, end = results["clock"].tolist()
             result.time_draft += (drafted - begin) * 1e-9
             result.time_verify += (end - drafted) * 1e-9
             in_flight.timed = True
         sequence = plan.sequence
-        self._read(in_flight, sequence)
-        alone = in_flight.shape.batch == 1  # slot 0, or a first token in any slot
-        row = 0 if alone else sequence.slot.index
-        gamma = min(in_flight.wanted[sequence], plan.limit)
-        found, ratios = landed["verdicts"][row], landed["ratios"][row]
-        if found["status"]:
+        self._mark_read(in_flight, sequence)
+        single_slot = in_flight.shape.batch == 1  # slot 0, or a first token in any slot
+        row = 0 if single_slot else sequence.slot.index
+        gamma = min(in_flight.gammas[sequence], plan.limit)
+        record, ratios = results["verdicts"][row], results["ratios"][row]
+        if record["status"]:
             slot = sequence.slot
-            asked = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
-            return SlotResult.broken(kernel.verdict_error(kernel.load(), found, asked))
+            sampling = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
+            return SlotResult.broken(kernel.verdict_error(kernel.load(), record, sampling))
         verdict = Verdict(
-            int(found["accepted"]), int(found["token"]), tuple(ratios[: found["examined"]])
+            int(record["accepted"]), int(record["token"]), tuple(ratios[: record["examined"]])
         )
-        drafts = landed["drafts"][row, :gamma].tolist()
-        return SlotResult(drafts, verdict, lambda: self._rows(row, in_flight.shape.gamma + 1))
+        drafts = results["drafts"][row, :gamma].tolist()
+        return SlotResult(
+            drafts, verdict, lambda: self._download_logits(row, in_flight.shape.gamma + 1)
+        )
 
-    def _rows(self, row: int, count: int) -> Logits:
+    def _download_logits(self, row: int, count: int) -> Logits:
         """Copy the target's logits of the last round from the device."""
-        address = self._at.target_logits + row * count * self.target.row_bytes
-        return self.target.rows(address, count)
+        address = self._buffers.target_logits + row * count * self.target.row_bytes
+        return self.target.read_logits(address, count)
 
-    def _read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
+    def _mark_read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
         """Record that this sequence has read the results. Their memory may be reused even if the
         copy into it is still pending, since the next one comes later on the same stream."""
         in_flight.readers.discard(sequence)
         if not in_flight.readers and in_flight.event is not None:
-            self._landed.append((in_flight.memory, in_flight.event))
+            self._free_downloads.append((in_flight.memory, in_flight.event))
 
     # Texts
 
-    def _write(self, sequence: ActiveSequence) -> None:
+    def _upload_sequence(self, sequence: ActiveSequence) -> None:
         """Write the prompt and the options of a sequence to its place on the device."""
-        at, request, index = self._at, sequence.request, sequence.slot.index
+        at, request, index = self._buffers, sequence.request, sequence.slot.index
         ids = np.array(sequence.slot.tokens, np.int64)
         ends = np.array(sorted(request.eos_token_ids), np.int64)
-        if len(ends) > MOST_ENDS:
+        if len(ends) > MAX_END_IDS:
             raise OutriderError(
                 "option",
-                f"{len(ends)} end-of-text ids; a GPU supports {MOST_ENDS}",
+                f"{len(ends)} end-of-text ids; a GPU supports {MAX_END_IDS}",
                 "Use fewer.",
             )
         texts = 8 * index * self._max_len
         text, draft_text = at.tokens + texts, at.draft_tokens + texts
-        own_ends = at.ends + 8 * index * MOST_ENDS
+        own_ends = at.ends + 8 * index * MAX_END_IDS
         record, slot = np.zeros(1, SEQUENCE), np.zeros(1, kernel.SLOT)
         kernel.fill_slot(slot, 0, SlotSampling(request.params, -1, len(ids), index=index))
         slot["context"] = text if request.params.repetition_penalty != 1 else 0
@@ -250,10 +259,12 @@ class DeviceRounds(Programs):
             if min(plan.gamma, plan.limit) and slot.draft_lacks:
                 assert self.draft is not None
                 need = slot.draft_len + slot.draft_lacks
-                self._prefill(self.draft, self._at.draft_tokens, slot.index, slot.draft_len, need)
+                self._prefill(
+                    self.draft, self._buffers.draft_tokens, slot.index, slot.draft_len, need
+                )
                 slot.draft_len, any_rows = need, True
         if any_rows:
-            self._device.wait(self._stream)  # once per text, to measure the time
+            self._device.wait_for_stream(self._stream)  # once per text, to measure the time
             result.time_draft_prefill = time.perf_counter() - begin
 
     def _prefill(
@@ -261,8 +272,10 @@ class DeviceRounds(Programs):
     ) -> kernel.Logits:
         """Compute the rows start .. end - 1 from the ids at `tokens`. Returns the place of the last
         row's logits."""
-        counting = self._at.counting
-        logits = self._at.target_logits if engine is self.target else self._at.draft_logits
+        counting = self._buffers.counting
+        logits = (
+            self._buffers.target_logits if engine is self.target else self._buffers.draft_logits
+        )
         for begin in range(start, end, engine.chunk):
             count = min(engine.chunk, end - begin)
             engine.enqueue(
@@ -271,7 +284,7 @@ class DeviceRounds(Programs):
                     counting + 8 * begin, counting + 8 * (count - 1), logits, slot,
                 )
             )  # fmt: skip
-        return self._logits(engine, logits, 0, engine.row_bytes)
+        return self._logits_view(engine, logits, 0, engine.row_bytes)
 
 
 def flags_of(request: Request) -> int:

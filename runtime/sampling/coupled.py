@@ -22,7 +22,7 @@ GROUP = 32  # tokens per group; a tile has 32 groups
 Words = npt.NDArray[np.uint64]
 
 
-def settle(distribution: Distribution, seed: int, position: int) -> Distribution:
+def select_by_noise(distribution: Distribution, seed: int, position: int) -> Distribution:
     """A point mass on the token that the noise at this position selects from a distribution."""
     weights = distribution.weights
     if weights is None:

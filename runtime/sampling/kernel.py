@@ -17,9 +17,9 @@ import numpy as np
 
 from ..files.errors import OutriderError
 from ..files.library import LIBRARY, find_library
-from .rules import no_draft_logits
+from .rules import no_draft_logits_error
 from .sampler import Array, Ids, SlotSampling
-from .warp import broken_row
+from .warp import broken_row_error
 
 ABI_VERSION = 12
 MAX_THREADS = 64
@@ -133,27 +133,27 @@ def available() -> bool:
     return unavailable_reason() is None
 
 
-def verdict_error(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> OutriderError:
+def verdict_error(library: ctypes.CDLL, verdict: Any, sampling: SlotSampling) -> OutriderError:
     """The error that describes a verdict (of `VERDICT`) with a nonzero status."""
     if verdict["status"] == _NO_DRAFT_LOGITS:
-        return no_draft_logits()
-    where = place.where(verdict["row"], ("target", "draft")[verdict["model"]])
-    return broken_row(where, status_text(library, int(verdict["status"])))
+        return no_draft_logits_error()
+    where = sampling.row_name(verdict["row"], ("target", "draft")[verdict["model"]])
+    return broken_row_error(where, status_text(library, int(verdict["status"])))
 
 
-def fill_slot(slots: Array, b: int, place: SlotSampling) -> object:
-    """Write a place into slots [B] of `SLOT`. The ids of the place and the object returned must
+def fill_slot(slots: Array, b: int, sampling: SlotSampling) -> object:
+    """Write slot b into slots [B] of `SLOT`. The ids of `sampling` and the object returned must
     outlive the slots."""
-    params, context, suppress = place.params, place.context, place.suppress
+    params, context, suppress = sampling.params, sampling.context, sampling.suppress
     bias = _bias(params.logit_bias) if params.logit_bias else None
     bias_ids, biases = bias or (None, None)
     slots[b] = (
         params.seed, params.top_p, params.lenience, params.sigmoid_alpha, params.sigmoid_beta,
         _address(context), _address(suppress), _address(bias_ids), _address(biases),
-        _length(context), place.output_start, _length(suppress), _length(bias_ids),
-        place.suppress_rows, params.temperature, params.min_p, params.repetition_penalty,
+        _length(context), sampling.output_start, _length(suppress), _length(bias_ids),
+        sampling.suppress_rows, params.temperature, params.min_p, params.repetition_penalty,
         params.frequency_penalty, params.presence_penalty, min(params.top_k, 2**31 - 1),
-        RULES[params.verify], place.gamma, place.position, place.index, 0,
+        RULES[params.verify], sampling.gamma, sampling.position, sampling.index, 0,
     )  # fmt: skip
     return bias
 

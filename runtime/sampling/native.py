@@ -46,9 +46,9 @@ class RoundSampler:
         self._slots = np.zeros(slots, SLOT)
         self._verdicts = np.zeros(slots, VERDICT)
         self._ratios = np.zeros((slots, width))
-        self._drew, self._draft_slot = False, 0  # the first slot of the draft's logits
-        self._places: list[SlotSampling] = []
-        self._held: list[object] = []  # objects that the slots point to, besides the places' ids
+        self._drafts_drawn, self._draft_slot = False, 0  # the first slot of the draft's logits
+        self._samplings: list[SlotSampling] = []
+        self._referenced: list[object] = []  # objects that the slots point to, besides the ids
         self.drafts = np.zeros((slots, width), np.int64)
         self.rows = np.zeros((slots, width), ROW)
         # Kept, because `array.ctypes` costs a microsecond each time.
@@ -58,38 +58,38 @@ class RoundSampler:
         )
         self._memory = self._workspace.ctypes.data, size
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        self._places, self._drew, self._draft_slot = list(places), False, 0
-        self._held = [kernel.fill_slot(self._slots, b, place) for b, place in enumerate(places)]
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
+        self._samplings, self._drafts_drawn, self._draft_slot = list(slots), False, 0
+        self._referenced = [kernel.fill_slot(self._slots, b, slot) for b, slot in enumerate(slots)]
 
     def draw(
         self, logits: Array, step: int, uniforms: Array | None = None, first_slot: int = 0
     ) -> Ids:
         """See `Sampler.draw`. uniforms: float64 [B, width] in place of Philox."""
-        count = len(self._places)
-        self._drew, self._draft_slot = True, first_slot
-        rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
-        for b, place in enumerate(self._places):
-            if place.processors and step < place.gamma:
-                row = logits[place.index - first_slot, : self.draft_vocab_size]
-                place.process(row, self.drafts[b, :step], "draft")
+        count = len(self._samplings)
+        self._drafts_drawn, self._draft_slot = True, first_slot
+        rows = self._checked_logits(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
+        for b, slot in enumerate(self._samplings):
+            if slot.processors and step < slot.gamma:
+                row = logits[slot.index - first_slot, : self.draft_vocab_size]
+                slot.apply_processors(row, self.drafts[b, :step], "draft")
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
-            _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows,
+            _uniforms_address(uniforms, (count, self.width)), self._at_drafts, self._at_rows,
             self._at_verdicts, *self._memory, self.threads,
         )  # fmt: skip
-        self._check(status)
+        self._raise_for_status(status)
         return self.drafts[:count, step]
 
-    def stop(self, b: int, gamma: int) -> None:
-        self._places[b] = replace(self._places[b], gamma=gamma)
+    def reduce_gamma(self, b: int, gamma: int) -> None:
+        self._samplings[b] = replace(self._samplings[b], gamma=gamma)
         self._slots["gamma"][b] = gamma
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
-        self._drew, self._draft_slot = False, first_slot
-        for b, (place, tokens) in enumerate(zip(self._places, drafts, strict=True)):
-            if len(tokens) != max(0, place.gamma):
-                raise ValueError(f"{len(tokens)} drafts for slot {place.index}, not {place.gamma}")
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+        self._drafts_drawn, self._draft_slot = False, first_slot
+        for b, (slot, tokens) in enumerate(zip(self._samplings, drafts, strict=True)):
+            if len(tokens) != max(0, slot.gamma):
+                raise ValueError(f"{len(tokens)} drafts for slot {slot.index}, not {slot.gamma}")
             self.drafts[b, : len(tokens)] = tokens
 
     def verify(
@@ -102,27 +102,29 @@ class RoundSampler:
         """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
 
         draft_logits: may also be one array [S, >= gamma, V]. If None, the draft has no distribution
-        (n-gram lookup): see `give`. Raises ValueError if it is None after `draw`, and
+        (n-gram lookup): see `set_drafts`. Raises ValueError if it is None after `draw`, and
         OutriderError("option") for the sigmoid rule and a draft without logits.
         """
-        if self._drew and draft_logits is None:
+        if self._drafts_drawn and draft_logits is None:
             raise ValueError("draft_logits must be the logits that the drafts were drawn from")
-        count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
-        target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
-        self._process(logits, self.vocab_size, first_slot, "target")
+        count, gamma = len(self._samplings), max((p.gamma for p in self._samplings), default=-1)
+        target = self._checked_logits(logits, self.vocab_size, first_slot, gamma + 1, 0)
+        self._process_rows(logits, self.vocab_size, first_slot, "target")
         draft = Logits(None, 0, 0, 1, 0)
         if draft_logits is not None and len(draft_logits):
-            steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
-            draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
-            if not self._drew:
-                self._process(steps, self.draft_vocab_size, self._draft_slot, "draft")
+            steps = (
+                draft_logits if isinstance(draft_logits, np.ndarray) else _stack_steps(draft_logits)
+            )
+            draft = self._checked_logits(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
+            if not self._drafts_drawn:
+                self._process_rows(steps, self.draft_vocab_size, self._draft_slot, "draft")
         status = self._library.outrider_verify(
             ctypes.addressof(target), ctypes.addressof(draft), self._at_slots, count, self.width,
-            _pointer(uniforms, (count, self.width + 1)), self._at_drafts,
-            self._at_rows if self._drew else None, self._at_verdicts, self._at_ratios,
+            _uniforms_address(uniforms, (count, self.width + 1)), self._at_drafts,
+            self._at_rows if self._drafts_drawn else None, self._at_verdicts, self._at_ratios,
             *self._memory, self.threads,
         )  # fmt: skip
-        self._check(status)
+        self._raise_for_status(status)
         return [
             Verdict(accepted, token, tuple(ratios[:examined]))
             for (token, accepted, examined, *_), ratios in zip(
@@ -130,37 +132,37 @@ class RoundSampler:
             )
         ]
 
-    def _process(self, logits: Array, vocab_size: int, first_slot: int, model: str) -> None:
+    def _process_rows(self, logits: Array, vocab_size: int, first_slot: int, model: str) -> None:
         """Apply the processors to a round's rows [S, K, V]: one row less for the draft than for the
         target."""
-        for b, place in enumerate(self._places):
-            count = place.gamma + (model == "target")
-            if place.processors and count > 0:
-                rows = logits[place.index - first_slot, :count, :vocab_size]
+        for b, slot in enumerate(self._samplings):
+            count = slot.gamma + (model == "target")
+            if slot.processors and count > 0:
+                rows = logits[slot.index - first_slot, :count, :vocab_size]
                 for i, row in enumerate(rows):
-                    place.process(row, self.drafts[b, :i], model)
+                    slot.apply_processors(row, self.drafts[b, :i], model)
 
-    def _rows(
+    def _checked_logits(
         self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
     ) -> Logits:
         """The array as `Logits`. Checks that it has `rows` rows for every slot with at least
         `gamma` drafts, which the library cannot check."""
         if array.ndim == 3 and array.shape[1] < rows:
             raise ValueError(f"{array.shape[1]} rows of logits are too few; {rows} are needed")
-        held = range(first_slot, first_slot + len(array))
-        for place in self._places:
-            if place.gamma >= gamma and place.index not in held:
-                raise ValueError(f"the logits of slots {held} do not include slot {place.index}")
+        covered = range(first_slot, first_slot + len(array))
+        for slot in self._samplings:
+            if slot.gamma >= gamma and slot.index not in covered:
+                raise ValueError(f"the logits of slots {covered} do not include slot {slot.index}")
         return _logits(array, vocab_size, first_slot)
 
-    def _check(self, status: int) -> None:
+    def _raise_for_status(self, status: int) -> None:
         if status == 0:
             return
         if status != kernel.SLOT_FAILED:
             raise ValueError(status_text(self._library, status))
-        b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
-        failed, place = self._verdicts[b], self._places[b]
-        raise kernel.verdict_error(self._library, failed, place)
+        b = next(b for b in range(len(self._samplings)) if self._verdicts[b]["status"])
+        verdict, slot = self._verdicts[b], self._samplings[b]
+        raise kernel.verdict_error(self._library, verdict, slot)
 
 
 def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
@@ -182,7 +184,7 @@ def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
     return Logits(address, strides[0], strides[1], vocab_size, code)
 
 
-def _steps(rows: Sequence[Array]) -> Array:
+def _stack_steps(rows: Sequence[Array]) -> Array:
     """The rows [S, V] of each step as one view [S, steps, V]. An engine's buffers are evenly
     spaced."""
     first = rows[0]
@@ -197,7 +199,7 @@ def _steps(rows: Sequence[Array]) -> Array:
     return np.lib.stride_tricks.as_strided(first, shape, strides)
 
 
-def _pointer(uniforms: Array | None, shape: tuple[int, ...]) -> int | None:
+def _uniforms_address(uniforms: Array | None, shape: tuple[int, ...]) -> int | None:
     if uniforms is None:
         return None
     if uniforms.dtype != np.float64 or not uniforms.flags.c_contiguous or uniforms.shape != shape:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..files.errors import blaming
 from .distribution import FloatRow
-from .warp import SamplingParams, TokenIds, check_row, edit, within
+from .warp import SamplingParams, TokenIds, check_row, edit_scores, ids_within
 
 Ids = npt.NDArray[np.int64]
 
@@ -54,9 +54,9 @@ class SuppressTokens:
             object.__setattr__(self, name, np.array(getattr(self, name), np.int64))
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        scores[within(self.tokens, len(scores))] = -np.inf
+        scores[ids_within(self.tokens, len(scores))] = -np.inf
         if len(text) == output_start:
-            scores[within(self.at_begin, len(scores))] = -np.inf
+            scores[ids_within(self.at_begin, len(scores))] = -np.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,33 +68,33 @@ class NoRepeatNgram:
     source: Sequence[int] | None = None
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        said = text if self.source is None else np.array(self.source, np.int64)
+        searched = text if self.source is None else np.array(self.source, np.int64)
         begin = len(text) + 1 - self.size
-        if begin >= 0 and len(said) >= self.size:
-            ngrams = np.lib.stride_tricks.sliding_window_view(said, self.size)
-            again = (ngrams[:, :-1] == text[begin:]).all(axis=1)
-            scores[within(ngrams[again, -1], len(scores))] = -np.inf
+        if begin >= 0 and len(searched) >= self.size:
+            ngrams = np.lib.stride_tricks.sliding_window_view(searched, self.size)
+            matches = (ngrams[:, :-1] == text[begin:]).all(axis=1)
+            scores[ids_within(ngrams[matches, -1], len(scores))] = -np.inf
 
 
 class BadWords:
     """Forbids these sequences of tokens: Transformers' `bad_words_ids`."""
 
     def __init__(self, words: Sequence[Sequence[int]]):
-        self._always = np.array([word[0] for word in words if len(word) == 1], np.int64)
-        self._after: dict[int, list[list[int]]] = {}  # longer words, by their last token but one
+        self._single_tokens = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        self._longer_words: dict[int, list[list[int]]] = {}  # by their last token but one
         for word in words:
             if len(word) > 1:
-                self._after.setdefault(word[-2], []).append(list(word))
+                self._longer_words.setdefault(word[-2], []).append(list(word))
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        scores[within(self._always, len(scores))] = -np.inf
-        for *before, last in self._after.get(int(text[-1]), ()) if len(text) else ():
+        scores[ids_within(self._single_tokens, len(scores))] = -np.inf
+        for *before, last in self._longer_words.get(int(text[-1]), ()) if len(text) else ():
             if text[-len(before) :].tolist() == before:
-                scores[within([last], len(scores))] = -np.inf
+                scores[ids_within([last], len(scores))] = -np.inf
 
 
 @dataclass(frozen=True)
-class LastToken:
+class ForcedLastToken:
     """Forces `token` at index `position` of the text, as Transformers' `forced_eos_token_id` does,
     and sets its score to 0, as in Transformers. At all other positions applies `processors`, which
     have no effect at that one."""
@@ -112,7 +112,7 @@ class LastToken:
             processor(scores, text, output_start)
 
 
-def process(
+def apply_processors(
     processors: Sequence[LogitsProcessor],
     row: FloatRow,
     params: SamplingParams,
@@ -132,7 +132,7 @@ def process(
     check_row(float(row.max()), where)
     before = row.copy() if of_draft else row
     edited = params.reads_context or params.logit_bias or len(suppress) > 0
-    scores = edit(row.copy(), params, text, suppress, output_start) if edited else row
+    scores = edit_scores(row.copy(), params, text, suppress, output_start) if edited else row
     for processor in processors:
         name = getattr(processor, "__name__", None) or type(processor).__name__
         with blaming(f"{where}: a logits processor ({name})"):

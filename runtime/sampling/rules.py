@@ -142,7 +142,7 @@ def verify_sigmoid(
     for i, token in enumerate(drafts):
         p_hat, q_hat = p[i].sigmoid, q[i].sigmoid
         if p_hat is None or q_hat is None:
-            raise no_draft_logits()
+            raise no_draft_logits_error()
         p_x = p_hat.item(token) if token < len(p_hat) else 0.0
         q_x = q_hat.item(token)
         ratios.append(min(1.0, p_x / q_x) if q_x > 0 else 0.0)
@@ -153,7 +153,7 @@ def verify_sigmoid(
     return Verdict(len(drafts), p[len(drafts)].draw(final_u), tuple(ratios))
 
 
-def no_draft_logits() -> OutriderError:
+def no_draft_logits_error() -> OutriderError:
     return OutriderError(
         "option",
         "verify=sigmoid needs the draft's logits, and this draft has none",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .processors import LogitsProcessor, process
+from .processors import LogitsProcessor, apply_processors
 from .rules import Verdict
 from .warp import SamplingParams
 
@@ -49,42 +49,42 @@ class SlotSampling:
         if self.gamma < -1 or self.index < 0:
             raise ValueError(f"gamma={self.gamma} or index={self.index} is out of range")
 
-    def text(self, drafted: Sequence[int] | Ids) -> Ids:
+    def text_with(self, drafted: Sequence[int] | Ids) -> Ids:
         """All ids before the row after `drafted`."""
         drafts = np.array(drafted, np.int64)
         return drafts if self.context is None else np.concatenate([self.context, drafts])
 
-    def suppressed(self, drafted: Sequence[int] | Ids) -> Ids | Sequence[int]:
+    def suppressed_after(self, drafted: Sequence[int] | Ids) -> Ids | Sequence[int]:
         """The ids with probability 0 in the row after `drafted`, apart from the processors'."""
         if self.suppress is None or len(drafted) >= self.suppress_rows:
             return ()
         return self.suppress
 
-    def where(self, row: int, model: str) -> str:
+    def row_name(self, row: int, model: str) -> str:
         """The name, for errors, of the row after `row` drafts. model: "target" or "draft"."""
         return f"{model}, slot {self.index}, position {self.position + row}"
 
-    def process(self, row: Array, drafted: Sequence[int] | Ids, model: str) -> None:
+    def apply_processors(self, row: Array, drafted: Sequence[int] | Ids, model: str) -> None:
         """Apply the processors to this model's row [V] after `drafted`. Raises OutriderError
         "numeric" or "option"."""
         if self.processors:
-            process(
-                self.processors, row, self.params, self.text(drafted), self.suppressed(drafted),
-                of_draft=model == "draft", where=self.where(len(drafted), model),
-                output_start=self.output_start,
+            apply_processors(
+                self.processors, row, self.params, self.text_with(drafted),
+                self.suppressed_after(drafted), of_draft=model == "draft",
+                where=self.row_name(len(drafted), model), output_start=self.output_start,
             )  # fmt: skip
 
 
 class Sampler(Protocol):
-    """Samples one round at a time: call `begin`, then `draw` for each draft step or `give` once,
-    then `verify`.
+    """Samples one round at a time: call `begin`, then `draw` for each draft step or `set_drafts`
+    once, then `verify`.
 
     vocab_size: the width that target and draft share.
     """
 
     vocab_size: int
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
         """Start a round of these slots. All results are in this order."""
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
@@ -95,10 +95,10 @@ class Sampler(Protocol):
         where step >= gamma. Raises OutriderError("numeric") for a broken row.
         """
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         """Reduce the number of draft tokens of the b-th slot to gamma."""
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         """Set the draft tokens of every slot, gamma each, in place of `draw`.
 
         Their distributions are those of the draft logits passed to `verify`, for the slots from

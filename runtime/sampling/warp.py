@@ -81,7 +81,7 @@ class SamplingParams:
         ])  # fmt: skip
 
     @property
-    def settled(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether each row allows only one token, in any round, so that no uniform is used."""
         return self.temperature == 0 or self.verify == "coupled"
 
@@ -164,7 +164,7 @@ def warp(
     penalise = params.reads_context and len(context) > 0
     if penalise or params.logit_bias or len(suppress) > 0:
         check_row(float(scores.max()), where)  # before suppression could hide a NaN
-        scores = edit(scores.copy(), params, context, suppress, output_start)
+        scores = edit_scores(scores.copy(), params, context, suppress, output_start)
 
     if params.temperature == 0:
         token = int(scores.argmax())  # the first NaN, if there is one
@@ -180,8 +180,8 @@ def warp(
         threshold = np.partition(scores, width - params.top_k)[width - params.top_k]
         scores = np.where(scores < threshold, np.float32(-np.inf), scores)
     # Another large temporary can cost more than the arithmetic: overwrite `scores` if it is a copy.
-    spent = scores is not row and params.top_p == 1 and params.verify != "sigmoid"
-    weights = _weights(scores, peak, params.temperature, scores if spent else None)
+    may_overwrite = scores is not row and params.top_p == 1 and params.verify != "sigmoid"
+    weights = _weights(scores, peak, params.temperature, scores if may_overwrite else None)
     if params.top_p < 1:
         _keep_nucleus(weights, scores, params)
     if params.min_p > 0:
@@ -192,7 +192,7 @@ def warp(
     return distribution
 
 
-def edit(
+def edit_scores(
     scores: FloatRow,
     params: SamplingParams,
     context: TokenIds,
@@ -202,11 +202,11 @@ def edit(
     """Apply to the row, in place, all that `warp` does before the temperature. Returns the row."""
     if params.logit_bias:
         tokens, biases = zip(*params.logit_bias, strict=True)
-        inside = len(within(tokens, len(scores)))  # in order of id
+        inside = len(ids_within(tokens, len(scores)))  # in order of id
         scores[list(tokens[:inside])] += np.array(biases[:inside], np.float32)
     if params.reads_context and len(context) > 0:
         _penalise(scores, params, context, output_start)
-    scores[within(suppress, len(scores))] = -np.inf
+    scores[ids_within(suppress, len(scores))] = -np.inf
     return scores
 
 
@@ -214,12 +214,12 @@ def _penalise(
     scores: FloatRow, params: SamplingParams, context: TokenIds, output_start: int
 ) -> None:
     if params.repetition_penalty != 1:
-        seen = within(context, len(scores))
+        seen = ids_within(context, len(scores))
         values = scores[seen]
         penalty = np.float32(params.repetition_penalty)
         scores[seen] = np.where(values < 0, values * penalty, values / penalty)
     if params.frequency_penalty or params.presence_penalty:
-        output = within(context[output_start:], len(scores))
+        output = ids_within(context[output_start:], len(scores))
         tokens, counts = np.unique(output, return_counts=True)
         frequency = np.float32(params.frequency_penalty) * counts.astype(np.float32)
         scores[tokens] -= frequency + np.float32(params.presence_penalty)
@@ -244,20 +244,20 @@ def check_row(peak: float, where: str) -> None:
     what = "NaN in the logits"
     if not math.isnan(peak):
         what = "+inf in the logits" if peak > 0 else NO_TOKEN
-    raise broken_row(where or "logits", what)
+    raise broken_row_error(where or "logits", what)
 
 
-def broken_row(where: str, what: str) -> OutriderError:
-    forbids = "Forbid fewer tokens (min_new_tokens and other rules), or b"
+def broken_row_error(where: str, what: str) -> OutriderError:
+    advice = "Forbid fewer tokens (min_new_tokens and other rules), or b"
     return OutriderError(
         "numeric",
         f"{where}: {what}",
-        f"{forbids if what == NO_TOKEN else 'B'}uild the engines with DTYPE=float32, and check "
+        f"{advice if what == NO_TOKEN else 'B'}uild the engines with DTYPE=float32, and check "
         "that the checkpoint is intact.",
     )
 
 
-def within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
+def ids_within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
     """The ids that are inside a row of this width."""
     array = np.asarray(ids, dtype=np.intp)
     return array[(array >= 0) & (array < width)]

@@ -20,7 +20,7 @@ from ..files.manifest import Pair
 from ..policy import Policy, make_policy
 from ..sampling.processors import (
     BadWords,
-    LastToken,
+    ForcedLastToken,
     LogitsProcessor,
     NoRepeatNgram,
     SuppressTokens,
@@ -289,7 +289,7 @@ def rules_of(
         least = min(least, options.max_new_tokens)
     if own.forced_eos_token_id is not None and not options.ignore_eos:
         longest = min(len(prompt) + options.max_new_tokens, pair.max_len)
-        found = [LastToken(longest - 1, own.forced_eos_token_id, found)]
+        found = [ForcedLastToken(longest - 1, own.forced_eos_token_id, found)]
         least = min(least, longest - 1 - len(prompt))
     if audio and (audio.suppress_tokens or audio.begin_suppress_tokens):
         found.append(SuppressTokens(audio.suppress_tokens, audio.begin_suppress_tokens))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..audio.mel import LogMel, MelFrames
 from ..audio.recording import Audio, Recording
-from ..audio.transcription import Listener, Segment, SpeechOptions
+from ..audio.transcription import Segment, SpeechOptions, Transcriber
 from ..audio.windows import Windows
 from ..backends.engine import Logits
 from ..calls import prefill
@@ -115,7 +115,7 @@ def transcribe(
             target.encode(slot.index, source)  # kept for `say`, which reads the same window
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
 
-    listener = Listener(
+    transcriber = Transcriber(
         facts, features, speech, say, look, engine.tokenizer.decode,
         end=pair.tokenizer.eos_token_ids[0], max_len=pair.max_len,
     )  # fmt: skip
@@ -123,13 +123,13 @@ def transcribe(
     log_mel = LogMel(features.feature_size, rate, features.n_fft, features.hop_length)
     windows = Windows(Recording(audio, rate), log_mel, features.n_samples)
     segments: list[Segment] = []
-    for new, frame in listener.segments(windows):
+    for new, frame in transcriber.segments(windows):
         segments += new
         if heard is not None:
             seconds = min(frame * features.hop_length / rate, windows.duration)
             heard(seconds, windows.duration, new)
-    text = listener.spell([token for segment in segments for token in segment.token_ids])
+    text = transcriber.decode([token for segment in segments for token in segment.token_ids])
     return Transcription(
-        text, tuple(segments), listener.language, windows.duration, listener.windows,
+        text, tuple(segments), transcriber.language, windows.duration, transcriber.window_count,
         usual.seed or 0, stats,
     )  # fmt: skip

@@ -15,11 +15,11 @@ from ..files.errors import (
     refuse_first,
     run_command,
 )
-from .formulas import MOST, best_gamma, oracle, table
+from .formulas import MAX_GAMMA, best_gamma, oracle, table
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(
+    command = CommandParser(
         prog=f"python -m {PACKAGE}.theory",
         description="Compute what speculative decoding gains, by the formulas of Leviathan et al. "
         "2023:\nfor a given acceptance and cost, or for those measured on a bundle.",
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         f"  python -m {PACKAGE}.theory --engines build/demo --prompt 'def main():' "
         "--prompt 'import os'",
     )
-    add = made.add_argument
+    add = command.add_argument
     add("--alpha", type=float, metavar="A", help="acceptance rate of draft tokens, 0 to 1")
     add("--cost", type=float, metavar="C", help="c: time of a draft step / time of a plain step")
     add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, metavar="T", help="sampling temperature (default: 0)")
     add("--tokens", type=int, metavar="N", help="tokens per prompt and gamma (default: 96)")
     add("--max-gamma", type=int, metavar="G", help="largest gamma without --engines (default: 16)")
-    return made
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    measured, said = ("prompt", "temperature", "tokens"), ("alpha", "cost", "max_gamma")
-    unread, beside = (said, "with") if args.engines else (measured, "without")
+    bundle_options, formula_options = (
+        ("prompt", "temperature", "tokens"),
+        ("alpha", "cost", "max_gamma"),
+    )
+    unused, preposition = (formula_options, "with") if args.engines else (bundle_options, "without")
     refuse_first([
         (not args.engines and None in (args.alpha, args.cost),
          "--alpha and --cost, or --engines, are required", "See --help."),
         *((getattr(args, name) is not None,
-           f"--{name.replace('_', '-')} has no meaning {beside} --engines",
-           "Leave one of them out.") for name in unread),
+           f"--{name.replace('_', '-')} has no meaning {preposition} --engines",
+           "Leave one of them out.") for name in unused),
         (args.engines and not args.prompt, "--engines needs prompts to measure on",
          "Add --prompt, once or more."),
     ])  # fmt: skip
@@ -63,15 +66,15 @@ def _main(args: argparse.Namespace) -> int:
         tokens = 96 if args.tokens is None else args.tokens
         print(recommend(args.engines, args.prompt, args.temperature or 0.0, tokens))
         return 0
-    most = 16 if args.max_gamma is None else args.max_gamma
-    if not (0 <= args.alpha <= 1 and 0 <= args.cost < inf and 1 <= most <= MOST):
+    limit = 16 if args.max_gamma is None else args.max_gamma
+    if not (0 <= args.alpha <= 1 and 0 <= args.cost < inf and 1 <= limit <= MAX_GAMMA):
         raise OutriderError(
             "option",
-            f"alpha={args.alpha}, cost={args.cost}, max-gamma={most}: one of them is out of range",
-            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and a finite cost >= 0.",
+            f"alpha={args.alpha}, cost={args.cost}, max-gamma={limit}: one of them is out of range",
+            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MAX_GAMMA}, and a finite cost >= 0.",
         )
-    print(table(args.alpha, args.cost, None, range(1, most + 1)))
-    gamma, gain = best_gamma(args.alpha, args.cost, most=most)
+    print(table(args.alpha, args.cost, None, range(1, limit + 1)))
+    gamma, gain = best_gamma(args.alpha, args.cost, max_gamma=limit)
     print(f"best   gamma {gamma}: {gain:.2f}x" if gamma else "best   plain decoding, --gamma 0")
     print(f"bound  {oracle(args.alpha, args.cost):.2f}x, if gamma were chosen by an oracle")
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST = 64
+MAX_GAMMA = 64
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:
@@ -31,16 +31,16 @@ def operations(alpha: float, gamma: float, cost: float) -> float:
 
 
 def best_gamma(
-    alpha: float, cost: float, verify: Sequence[float] | None = None, most: int = MOST
+    alpha: float, cost: float, verify: Sequence[float] | None = None, max_gamma: int = MAX_GAMMA
 ) -> tuple[int, float]:
-    """The gamma up to `most` with the largest speedup, and that speedup; 0 and 1 if no gamma gains.
+    """The gamma up to `max_gamma` with the largest speedup, and that speedup; 0, 1 if none gains.
 
     verify[gamma]: cost of the verification of gamma + 1 tokens; None takes 1 for all. Section 3.5.
     """
     if verify is not None:
-        most = min(most, len(verify) - 1)
+        max_gamma = min(max_gamma, len(verify) - 1)
     best = (0, 1.0)
-    for gamma in range(1, most + 1):
+    for gamma in range(1, max_gamma + 1):
         gain = speedup(alpha, gamma, cost, verify[gamma] if verify is not None else 1.0)
         if gain > best[1]:
             best = (gamma, gain)

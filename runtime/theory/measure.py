@@ -34,7 +34,7 @@ def measure(
         )
     texts: dict[int, list[Stats]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     for number, prompt in enumerate(prompts):
-        for gamma, some in texts.items():
+        for gamma, group in texts.items():
             options = Options(
                 max_new_tokens=tokens, ignore_eos=True, temperature=temperature, seed=number,
                 gamma=gamma,
@@ -43,7 +43,7 @@ def measure(
                 engine.generate(prompt, options, max_new_tokens=WARM_UP)
             stats = engine.generate(prompt, options).stats
             if stats.rounds:
-                some.append(stats)
+                group.append(stats)
     return texts
 
 
@@ -61,19 +61,21 @@ class Findings:
     measured: dict[int, float]
 
 
-def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
+def summarise(texts: Mapping[int, Sequence[Stats]]) -> Findings:
     """Summarise texts by medians. texts: as `measure` returns them, at least one per gamma."""
-    drafting = [stats for gamma, some in texts.items() if gamma for stats in some]
+    drafting = [stats for gamma, group in texts.items() if gamma for stats in group]
     total = Stats.total(drafting)
     costs = RoundCosts.of(
         median(stats.time_draft / stats.drafted for stats in drafting if stats.drafted),
         {
-            gamma: median((stats.time_rounds - stats.time_draft) / stats.rounds for stats in some)
-            for gamma, some in texts.items()
+            gamma: median((stats.time_rounds - stats.time_draft) / stats.rounds for stats in group)
+            for gamma, group in texts.items()
         },
         max(texts),
     )
-    speeds = {g: median(x.round_tokens / x.time_rounds for x in some) for g, some in texts.items()}
+    speeds = {
+        g: median(x.round_tokens / x.time_rounds for x in group) for g, group in texts.items()
+    }
     return Findings(
         alpha=total.acceptance_rate,
         costs=costs,
@@ -95,32 +97,32 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     texts = measure(engine, prompts, temperature, tokens)
     if not all(texts.values()):
         raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
-    return told(findings(texts), len(prompts), temperature, tokens)
+    return format_report(summarise(texts), len(prompts), temperature, tokens)
 
 
-def told(found: Findings, prompts: int, temperature: float, tokens: int) -> str:
+def format_report(findings: Findings, prompts: int, temperature: float, tokens: int) -> str:
     """The report in words: the findings on so many prompts, and which gamma to use."""
-    alpha, cost, verify = found.alpha, found.costs.draft, found.costs.verify
-    head, *lines = table(alpha, cost, verify, list(found.measured)).splitlines()
-    said = [
+    alpha, cost, verify = findings.alpha, findings.costs.draft, findings.costs.verify
+    head, *rows = table(alpha, cost, verify, list(findings.measured)).splitlines()
+    lines = [
         f"measured on {prompts} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
-        f"{found.costs.plain * 1e3:.2f} ms",
+        f"{findings.costs.plain * 1e3:.2f} ms",
         "verify " + " ".join(f"{v:.2f}" for v in verify) + "  (widths 1 to "
         f"{len(verify)}, in plain steps; sampling and host included)",
         f"{head}  measured",
-        *(f"{x}  {m:>7.2f}x" for x, m in zip(lines, found.measured.values(), strict=True)),
+        *(f"{x}  {m:>7.2f}x" for x, m in zip(rows, findings.measured.values(), strict=True)),
     ]
     gamma, gain = best_gamma(alpha, cost, verify)
     if gamma:
-        said += [
-            f"use --gamma {gamma}: {gain:.2f}x expected, {found.measured[gamma]:.2f}x measured; "
+        lines += [
+            f"use --gamma {gamma}: {gain:.2f}x expected, {findings.measured[gamma]:.2f}x measured; "
             f"Theorem 3.8 without the width of the verification {speedup(alpha, gamma, cost):.2f}x;"
             f" an oracle's bound {oracle(alpha, cost):.2f}x",
-            f"it pays from {max(1, break_even(found.overhead, gain)):.0f} output tokens on (the "
-            f"draft's prefill is {found.overhead:.1f} plain steps)",
+            f"it pays from {max(1, break_even(findings.overhead, gain)):.0f} output tokens on (the "
+            f"draft's prefill is {findings.overhead:.1f} plain steps)",
         ]
     else:
-        said.append("use --gamma 0: no draft length gains anything here")
-    return "\n".join(said)
+        lines.append("use --gamma 0: no draft length gains anything here")
+    return "\n".join(lines)

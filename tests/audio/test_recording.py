@@ -137,7 +137,7 @@ def windows(sound: np.ndarray) -> Windows:
 def whole_features(sound: np.ndarray) -> np.ndarray:
     """As in one call, with as many frames of silence behind as a window may see."""
     found = windows(sound)
-    logs = np.hstack(list(LOG_MEL.logs([sound.astype(np.float32)])))
+    logs = np.hstack(list(LOG_MEL.log_powers([sound.astype(np.float32)])))
     features = (np.maximum(logs, logs.max() - 8) + 4) / 4
     return np.pad(features, ((0, 0), (0, found.width)))
 
@@ -150,10 +150,10 @@ def test_windows_are_parts_of_the_whole(steps: list[int]) -> None:
     expected, found = whole_features(sound), windows(sound)
     assert (found.frames, found.duration) == (9500, 95.0)
     for frame in steps:
-        window = found.at(frame)
+        window = found.window_at(frame)
         assert window.shape == (80, 3000)
         np.testing.assert_allclose(window, expected[:, frame : frame + 3000], atol=1e-5)
-        assert found._held.shape[1] < 3 * 3000, "no more is held than it takes"
+        assert found._pending.shape[1] < 3 * 3000, "no more is held than it takes"
 
 
 def test_a_short_recording_is_followed_by_silence() -> None:
@@ -161,8 +161,8 @@ def test_a_short_recording_is_followed_by_silence() -> None:
     assert (found.frames, found.duration) == (101, 1.001)
     sound[: round(1.001 * RATE)] = sine(1.001, RATE)
     expected = whole_features(sound)
-    np.testing.assert_allclose(found.at(0), expected[:, :3000], atol=1e-5)
-    np.testing.assert_allclose(found.at(60), expected[:, 60:3060], atol=1e-5)
+    np.testing.assert_allclose(found.window_at(0), expected[:, :3000], atol=1e-5)
+    np.testing.assert_allclose(found.window_at(60), expected[:, 60:3060], atol=1e-5)
 
 
 def test_nothing_to_hear(tmp_path: Path) -> None:

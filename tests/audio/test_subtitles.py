@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from runtime.audio.subtitles import WEBVTT, clock, lines, subrip, webvtt
+from runtime.audio.subtitles import WEBVTT_HEADER, format_time, lines, subrip, webvtt
 from runtime.audio.transcription import Segment
 
 SEGMENTS = [
@@ -21,8 +21,8 @@ SEGMENTS = [
     [(0, "00:00:00.000"), (59.9996, "00:01:00.000"), (3725.0405, "01:02:05.040")],
 )
 def test_times(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-    assert clock(seconds, ",") == text.replace(".", ",")
+    assert format_time(seconds) == text
+    assert format_time(seconds, ",") == text.replace(".", ",")
 
 
 def test_lines() -> None:
@@ -39,7 +39,7 @@ def test_subrip_counts_what_is_said() -> None:
 
 
 def test_webvtt_has_no_markup() -> None:
-    assert WEBVTT + "".join(webvtt(SEGMENTS)) == (
+    assert WEBVTT_HEADER + "".join(webvtt(SEGMENTS)) == (
         "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nGood day.\n\n"
         "01:00:00.000 --> 02:02:05.040\n&lt;b&gt; &amp; co\n\n"
     )

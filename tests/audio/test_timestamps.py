@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, WhisperForConditionalGeneration
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-from runtime.audio.timestamps import Cut, TimestampRule, cut
+from runtime.audio.timestamps import TimedTokens, TimestampRule, split_window
 
 # A vocabulary in Whisper's order: text, its end, special tokens, the one for no times, times.
 END, NO_TIMES, VOCAB_SIZE = 4, 6, 12
@@ -61,7 +61,9 @@ def test_the_rule_is_that_of_transformers(latest: int | None) -> None:
     assert {(True, True), (True, False), (False, True)} <= kinds
 
 
-def their_cut(tokens: list[int], zero: int, seek: int, frames: int) -> tuple[list[Cut], int]:
+def their_cut(
+    tokens: list[int], zero: int, seek: int, frames: int
+) -> tuple[list[TimedTokens], int]:
     segments, further = WhisperForConditionalGeneration._retrieve_segment(
         seek_sequence=torch.tensor(tokens, dtype=torch.long),
         seek_outputs=[{}],
@@ -76,7 +78,7 @@ def their_cut(tokens: list[int], zero: int, seek: int, frames: int) -> tuple[lis
         return_token_timestamps=False,
         decoder_input_ids=torch.tensor([PROMPT]),
     )
-    cuts = [Cut(float(s["start"]), float(s["end"]), s["tokens"].tolist()) for s in segments]
+    cuts = [TimedTokens(float(s["start"]), float(s["end"]), s["tokens"].tolist()) for s in segments]
     return cuts, int(further)
 
 
@@ -89,7 +91,7 @@ def test_segments_are_those_of_transformers() -> None:
             rng.random(count) < 0.45, ZERO + rng.integers(0, 1501, count), rng.integers(0, 3, count)
         ).tolist()
         seek, frames = int(rng.integers(0, 100_000)), int(rng.integers(1, 3001))
-        found = cut(tokens, zero=ZERO, seek=seek, frames=frames, seconds=160 / 16_000)
+        found = split_window(tokens, zero=ZERO, seek=seek, frames=frames, seconds=160 / 16_000)
         expected = their_cut(tokens, ZERO, seek, frames)
         if not any(token > ZERO for token in tokens):  # the end of the window, by float32
             assert -1e-9 < found[0][0].end - expected[0][0].end < 0.02 + 1e-9
@@ -103,4 +105,4 @@ def test_every_window_leads_on() -> None:
     """Transformers hears the same one again and again."""
     tokens = [ZERO, ZERO, 0]
     assert their_cut(tokens, ZERO, 10, 3000)[1] == 0
-    assert cut(tokens, zero=ZERO, seek=10, frames=3000, seconds=0.01)[1] == 3000
+    assert split_window(tokens, zero=ZERO, seek=10, frames=3000, seconds=0.01)[1] == 3000

@@ -34,7 +34,13 @@ from transformers import WhisperForConditionalGeneration
 from runtime.audio import transcription
 from runtime.audio.mel import LogMel, MelFrames
 from runtime.audio.recording import Recording
-from runtime.audio.transcription import Listener, Look, Say, Segment, SpeechOptions
+from runtime.audio.transcription import (
+    GenerateTokens,
+    PromptLogits,
+    Segment,
+    SpeechOptions,
+    Transcriber,
+)
 from runtime.audio.windows import Windows
 from runtime.files.errors import OutriderError
 from runtime.files.generation import AudioFacts, FeatureFacts
@@ -69,15 +75,17 @@ def windows(sound: np.ndarray) -> Windows:
     return Windows(Recording(sound, RATE), LogMel(80, RATE, 400, 160), 30 * RATE)
 
 
-def listener(options: SpeechOptions, say: Say, look: Look, english: bool = False) -> Listener:
-    return Listener(
+def transcriber(
+    options: SpeechOptions, say: GenerateTokens, look: PromptLogits, english: bool = False
+) -> Transcriber:
+    return Transcriber(
         facts(english), FEATURES, options, say, look, lambda tokens: str(list(tokens)), end=END,
         max_len=MOST,
     )  # fmt: skip
 
 
 class Speaker:
-    """`transcription.Say` and `Look` by PyTorch. asked: the prompts."""
+    """`transcription.GenerateTokens` and `PromptLogits` by PyTorch. asked: the prompts."""
 
     def __init__(self, model: WhisperForConditionalGeneration):
         self.model, self.asked = model, list[list[int]]()
@@ -112,9 +120,9 @@ class Speaker:
 
 def listened(
     sound: np.ndarray, seed: int = 0, english: bool = False, **options: Any
-) -> tuple[Speaker, Listener, list[Segment]]:
+) -> tuple[Speaker, Transcriber, list[Segment]]:
     speaker = Speaker(model(seed, english))
-    made = listener(SpeechOptions(**options), speaker.say, speaker.look, english)
+    made = transcriber(SpeechOptions(**options), speaker.say, speaker.look, english)
     return speaker, made, [part for parts, _ in made.segments(windows(sound)) for part in parts]
 
 
@@ -137,7 +145,7 @@ def test_what_is_asked_for(language: str, code: str) -> None:
     speaker, made, found = listened(sound, 1, timestamps=True, **asked)
     check(found, theirs(sound, 1, **asked))
     begin = [START, LANGUAGES[code], TRANSLATE]
-    assert speaker.asked == [begin] * made.windows and made.language == code
+    assert speaker.asked == [begin] * made.window_count and made.language == code
 
 
 def test_a_short_recording_ends_where_it_does() -> None:
@@ -152,20 +160,20 @@ def test_a_short_recording_ends_where_it_does() -> None:
 
 def test_windows_without_speech(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some are left out, those of Transformers."""
-    sound, silences, real = talk(65), list[float](), Listener._silence
+    sound, silences, real = talk(65), list[float](), Transcriber._no_speech_probability
 
-    def silence(self: Listener, prompt: list[int], window: MelFrames) -> float:
+    def silence(self: Transcriber, prompt: list[int], window: MelFrames) -> float:
         silences.append(real(self, prompt, window))
         return silences[-1]
 
-    monkeypatch.setattr(Listener, "_silence", silence)
+    monkeypatch.setattr(Transcriber, "_no_speech_probability", silence)
     common = {"logprob_threshold": 0.0, "condition_on_prev_tokens": True}
     listened(sound, 1, **common, no_speech_threshold=1.0)
     ordered, middle = sorted(silences), len(silences) // 2
     least = sum(ordered[middle - 1 : middle + 1]) / 2  # between two, where no rounding decides
     silences.clear()
     _, made, found = listened(sound, 1, **common, no_speech_threshold=least)
-    assert 0 < sum(value > least for value in silences) < made.windows == len(silences)
+    assert 0 < sum(value > least for value in silences) < made.window_count == len(silences)
     check(found, theirs(sound, 1, **common, no_speech_threshold=least, temperature=0.0))
 
 
@@ -173,7 +181,7 @@ def test_windows_without_speech(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Script:
-    """A `transcription.Say` that says these tokens, each with this log-probability, one attempt
+    """A `GenerateTokens` that says these tokens, each with this log-probability, one attempt
     after the other."""
 
     def __init__(self, *attempts: tuple[list[int], float]):
@@ -193,7 +201,7 @@ class Script:
 def attempts(script: Script, seconds: float = 20, **options: Any) -> list[list[int]]:
     """The segments' tokens."""
     nothing = np.zeros(VOCAB_SIZE, np.float32)
-    made = listener(SpeechOptions(language="en", **options), script, lambda *_: nothing)
+    made = transcriber(SpeechOptions(language="en", **options), script, lambda *_: nothing)
     sound = np.zeros(round(seconds * RATE), np.float32)
     return [part.token_ids for parts, _ in made.segments(windows(sound)) for part in parts]
 
@@ -229,7 +237,7 @@ def test_compression_is_that_of_transformers() -> None:
     for length in (1, 10, 200):
         tokens = rng.integers(0, 9, length)
         expected = WhisperForConditionalGeneration._retrieve_compression_ratio(tokens, VOCAB_SIZE)
-        assert transcription.compression(tokens.tolist()) == expected
+        assert transcription.compression_ratio(tokens.tolist()) == expected
 
 
 # Refusals

@@ -31,7 +31,7 @@ from runtime import load
 from runtime.backends import onnxruntime as ort_cuda
 from runtime.backends.aotinductor import ALIGNMENT, AotiCudaEngine, TorchGpu, load_weights
 from runtime.backends.device import DeviceCall, DeviceEngine
-from runtime.backends.onnxruntime import OrtCudaEngine, unavailable
+from runtime.backends.onnxruntime import OrtCudaEngine, unavailable_reason
 from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -47,7 +47,7 @@ SLOTS, GAMMA = 2, 4
 class OrtOnHost(OrtCudaEngine):
     """The engine with the provider that there is; a run stands on the stream like other work."""
 
-    _provider, _place = "CPUExecutionProvider", "cpu"
+    _provider, _device_type = "CPUExecutionProvider", "cpu"
 
     def _run(self, binding: Any) -> None:
         self.cuda._driver.enqueue(self.stream, lambda: OrtCudaEngine._run(self, binding))
@@ -77,7 +77,7 @@ class HostTorch(TorchGpu):
 class AotiOnHost(AotiCudaEngine):
     """The package that was compiled for the CPU."""
 
-    _gpu = HostTorch
+    _gpu_class = HostTorch
 
 
 ENGINES: dict[str, type[DeviceEngine]] = {"onnxruntime": OrtOnHost, "aotinductor": AotiOnHost}
@@ -91,13 +91,13 @@ class OnDevice:
         self.backend = read_bundle(bundle).backend
         self.cls = ENGINES[self.backend]
         self.device = make_device(driver)
-        self.stream = self.device.stream()
+        self.stream = self.device.create_stream()
 
     def engine(self, role: str = "target", slots: int = SLOTS, **change: Any) -> Any:
         facts = replace(getattr(self.pair, role), **change)
         return self.cls(
             self.device, self.stream, self.bundle / role, facts, slots=slots,
-            widest=self.pair.max_gamma + 1 if role == "target" else 1,
+            max_outputs=self.pair.max_gamma + 1 if role == "target" else 1,
         )  # fmt: skip
 
     def decoder(self, **options: Any) -> Decoder:
@@ -110,7 +110,7 @@ class OnDevice:
 
     def on_host(self) -> Any:
         return host_engine(self.backend)(
-            self.bundle / "target", self.pair.target, slots=SLOTS, widest=GAMMA + 1, threads=1
+            self.bundle / "target", self.pair.target, slots=SLOTS, max_outputs=GAMMA + 1, threads=1
         )
 
     def texts_on_host(self) -> list[list[int]]:
@@ -322,7 +322,7 @@ def refused(action: Callable[[], object], cause: str, remedy: str = "") -> Outri
 def test_a_call_that_fails(on_device: OnDevice) -> None:
     engine = on_device.engine()
     if on_device.backend == "onnxruntime":
-        engine._place, library = "nowhere", "ONNX Runtime"
+        engine._device_type, library = "nowhere", "ONNX Runtime"
     else:
         library = "AOTInductor"
         cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
@@ -354,7 +354,7 @@ def test_a_kernel_that_is_missing(ort: OnDevice) -> None:
         pytest.skip("this onnxruntime has no provider that takes nothing")
     ort.cls = type("Nothing", (OrtCudaEngine,), {"_provider": "AzureExecutionProvider"})
     cause = r"no CUDA kernel for Attention, .*TensorScatter"
-    error = refused(ort.engine, cause, ort_cuda.NEWER)
+    error = refused(ort.engine, cause, ort_cuda.UPGRADE_REMEDY)
     assert "Concat" not in error.cause, "of shapes, which the CPU makes by choice"
 
 
@@ -362,23 +362,23 @@ def test_a_version_that_does_not_tell(ort: OnDevice, monkeypatch: pytest.MonkeyP
     from onnxruntime.capi.onnxruntime_inference_collection import Session
 
     monkeypatch.delattr(Session, "get_provider_graph_assignment_info")
-    refused(ort.engine, r"older than 1\.24", ort_cuda.NEWER)
+    refused(ort.engine, r"older than 1\.24", ort_cuda.UPGRADE_REMEDY)
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-@pytest.mark.skipif(unavailable() is None, reason="the provider is here")
+@pytest.mark.skipif(unavailable_reason() is None, reason="the provider is here")
 def test_a_provider_that_does_not_start(ort: OnDevice) -> None:
     ort.cls = OrtCudaEngine
-    refused(ort.engine, "cannot start on this GPU", ort_cuda.LIBRARIES)
+    refused(ort.engine, "cannot start on this GPU", ort_cuda.LIBRARIES_REMEDY)
 
 
 def test_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    assert "part of onnxruntime-gpu" in str(unavailable())
+    assert "part of onnxruntime-gpu" in str(unavailable_reason())
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [ort_cuda.PROVIDER])
-    assert unavailable() is None
+    assert unavailable_reason() is None
 
 
 # --- torch ----------------------------------------------------------------------------------------
@@ -399,14 +399,14 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, log(name, name.lower()))
     for name in ("stream", "use_mem_pool"):
         monkeypatch.setattr(torch.cuda, name, log(name, nullcontext()))
-    cuda: Any = SimpleNamespace(use=log("use"), ordinal=1)
+    cuda: Any = SimpleNamespace(make_current=log("make_current"), ordinal=1)
     gpu = TorchGpu(cuda, 7)
     gpu.enqueue(log("work"))
     for _ in range(2):
         with gpu.capturing(), gpu.capturing():  # the target's and the draft's
             pass
     assert asked == [
-        ("use",), ("init",), ("ExternalStream", 7, "cuda:1"), ("MemPool",),
+        ("make_current",), ("init",), ("ExternalStream", 7, "cuda:1"), ("MemPool",),
         ("stream", "externalstream"), ("work",), *[("use_mem_pool", "mempool")] * 2,
     ]  # fmt: skip
     assert (gpu.index, gpu.device) == (1, "cuda:1")

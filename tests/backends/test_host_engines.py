@@ -36,7 +36,12 @@ def bundle(
 def open_target(bundle: Path, slots: int = 1, buffers: int = 1) -> Any:
     manifest = read_bundle(bundle)
     return host_engine(manifest.backend)(
-        bundle / "target", manifest.pair.target, slots=slots, widest=5, buffers=buffers, threads=1
+        bundle / "target",
+        manifest.pair.target,
+        slots=slots,
+        max_outputs=5,
+        buffers=buffers,
+        threads=1,
     )
 
 
@@ -64,13 +69,13 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
     """The control: one that forgets its rows."""
     growing, forgetful = open_target(bundle, slots), open_target(bundle, slots)
     rows, real = [], growing._reserve
-    monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.rows)))
+    monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.row_count)))
     reserve = forgetful._reserve
 
     def forget(position: np.ndarray, width: int) -> None:
-        before = forgetful.rows
+        before = forgetful.row_count
         reserve(position, width)
-        if 0 < before < forgetful.rows:
+        if 0 < before < forgetful.row_count:
             for array in forgetful._cache.values():
                 array[:] = 0
 
@@ -87,10 +92,10 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_one_slot_starts_small_again(bundle: Path) -> None:
     engine = open_target(bundle)
     first = [logits.copy() for logits in walk(engine)]
-    assert engine.rows == engine.capacity
+    assert engine.row_count == engine.capacity
     again = walk(engine)
     np.testing.assert_array_equal(next(again), first[0])
-    assert engine.rows == 16
+    assert engine.row_count == 16
 
 
 @pytest.mark.parametrize("start", [12, 0])
@@ -118,7 +123,7 @@ def test_an_interrupt_while_the_rows_are_replaced(
         engine.forward(ids[:, start : start + 7], np.array([start]), np.array([0]))
     monkeypatch.setattr(engine, "_zeros", real)
     assert all(a is b for a, b in zip(engine._cache.values(), arrays, strict=True))
-    assert engine.held.length(0) == length
+    assert engine.cached_rows.length(0) == length
     whole.forward(ids[:, :length], np.array([0]), np.array([0]))
     np.testing.assert_allclose(engine.forward(*step), whole.forward(*step), atol=1e-5)
 
@@ -141,14 +146,14 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
         cache[1, :, 9] = np.nan
     if cleared:
         engine.clear(1)
-        assert engine.held.length(1) == 0
+        assert engine.cached_rows.length(1) == 0
     found = engine.forward(ids, np.array([0]), index, first_slot=1)
     assert np.array_equal(found, expected) == (cleared or isinstance(engine, OrtEngine))
 
 
 def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: of many slots there are thousands, and each took memory until the engine closed."""
-    monkeypatch.setattr(host, "MOST_CALLS", 4)
+    monkeypatch.setattr(host, "MAX_PREPARED_CALLS", 4)
     engine, ids = open_target(bundle, 3), np.arange(5)[None]
     first, again = (
         [
@@ -158,7 +163,7 @@ def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.Monkey
         ]
         for _ in range(2)
     )
-    assert 0 < len(engine._calls) <= 4
+    assert 0 < len(engine._prepared) <= 4
     np.testing.assert_array_equal(first, again)
 
 

@@ -52,7 +52,7 @@ class Bench:
             for p in PROFILES
         ]
         self.device = make_device(self.driver)
-        self.stream = self.device.stream()
+        self.stream = self.device.create_stream()
 
     def engine(self, role: str, model: Any, *, slots: int = SLOTS, **file: Any) -> TensorRtEngine:
         fake = FakeEngine(model, slots=SLOTS, capacity=CAPACITY, order=None)
@@ -63,7 +63,7 @@ class Bench:
         made: TensorRtEngine = kind(
             self.device, self.stream, self.folder, facts_of(fake),
             EngineFacts("", path.name, ["sm90"], PROFILES),
-            slots=slots, widest=GAMMA + 1,
+            slots=slots, max_outputs=GAMMA + 1,
         )  # fmt: skip
         self.library.cache_of[made._engine] = made.caches["key_0"][0]
         self.library.stride = made.cache_address("key_0", 1) - made.cache_address("key_0", 0)
@@ -127,7 +127,7 @@ def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.Monkey
     """Control: the stand-in would find out."""
 
     def shared(self: TensorRtEngine, call: DeviceCall, graph: object = None) -> None:
-        context = self._contexts[0] = self._bind(self._contexts.get(0), call, lasting=True)
+        context = self._contexts[0] = self._bind(self._contexts.get(0), call, for_graph=True)
         assert context.execute_async_v3(self.stream)
 
     monkeypatch.setattr(TensorRtEngine, "enqueue", shared)

@@ -18,7 +18,7 @@ from fakes import CopyingFake, FakeEngine, Model, near, random_model
 from transformers import AutoModelForCausalLM
 from workshop import Workshop
 
-from runtime.backends.engine import Engine, HeldRows
+from runtime.backends.engine import CachedRows, Engine
 from runtime.backends.host import HostEngine
 from runtime.backends.registry import host_engine
 from runtime.beam.pool import Pool, PoolStats
@@ -316,7 +316,7 @@ def test_slots_with_broken_rows_are_emptied() -> None:
     with pytest.raises(OutriderError, match="target, position 6"):
         search(engine, eos_token_ids=())
     assert engine.calls
-    assert [engine.held.length(slot) for slot in range(engine.slots)] == [0] * engine.slots
+    assert [engine.cached_rows.length(slot) for slot in range(engine.slots)] == [0] * engine.slots
 
 
 # Real engines
@@ -332,7 +332,7 @@ class Bundle:
         manifest = read_bundle(self.folder, verify=False)
         return host_engine(manifest.backend)(
             self.folder / role, getattr(manifest.pair, role), slots=slots,
-            widest=manifest.pair.max_gamma + 1 if role == "target" else 1, threads=1,
+            max_outputs=manifest.pair.max_gamma + 1 if role == "target" else 1, threads=1,
         )  # fmt: skip
 
 
@@ -381,7 +381,7 @@ def test_copied_rows_are_the_first_of_every_layer_and_side(zeros: Any) -> None:
     cache = {name: zeros((3, 2, 6, 4)) for name in ("key_0", "value_0", "key_1")}
     for number, array in enumerate(cache.values(), 1):
         array[1] = number
-    engine = SimpleNamespace(_cache=cache, held=HeldRows(3, 8))
+    engine = SimpleNamespace(_cache=cache, cached_rows=CachedRows(3, 8))
     HostEngine.copy_rows(engine, 1, 2, 5)
     for number, array in enumerate(cache.values(), 1):
         assert (array[2, :, :5] == number).all() and (array[2, :, 5:] == 0).all()

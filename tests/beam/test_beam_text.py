@@ -12,7 +12,7 @@ from commands import Cli
 from fakes import CopyingFake, make_text_engine, near, random_model
 
 from runtime.beam.search import beam_search
-from runtime.beam.text import SLOTS, BeamTexts, beam_texts
+from runtime.beam.text import SLOTS_PER_BEAM, BeamTexts, beam_texts
 from runtime.files.errors import OutriderError
 from runtime.text import line
 from runtime.text.engine import TextEngine
@@ -76,7 +76,7 @@ def test_the_command(
     argv = ["--prompt", "hello", "--max-new-tokens", "9", "--beams", "3"]
     status, out, err = cli(*argv)
     assert (status, out) == (0, found.texts[0].text + "\n")
-    assert cli.loaded["slots"] == 3 * SLOTS
+    assert cli.loaded["slots"] == 3 * SLOTS_PER_BEAM
     assert "beams 3 | rounds" in err and "| score -" in err
     status, out, err = cli(*argv, "--json", "--stats", "none", "--slots", "2")
     assert [one["text"] for one in json.loads(out)["hypotheses"]] == [t.text for t in found.texts]

@@ -20,7 +20,7 @@ from bench.report.measurement import Measurement
 from runtime.files.errors import EXIT_STATUS
 from runtime.stats import Stats
 from runtime.theory.formulas import speedup
-from runtime.theory.measure import findings, told
+from runtime.theory.measure import format_report, summarise
 
 NASTY = """<script>alert("&amp; it's")</script>"""
 MS = 1e-3
@@ -42,11 +42,11 @@ def measurement() -> Measurement:
         1: [text_of(1, [1, 0, 1, 1, 0, 1, 1])],
         2: [text_of(2, [2, 0, 1, 2, 2])],
     }
-    return Measurement(findings(texts), texts)
+    return Measurement(summarise(texts), texts)
 
 
 def findings_text(m: Measurement) -> str:
-    return told(m.findings, 1, 0.0, 12)
+    return format_report(m.findings, 1, 0.0, 12)
 
 
 def test_the_page_has_what_was_found_and_nothing_is_markup() -> None:

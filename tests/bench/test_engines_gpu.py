@@ -27,7 +27,7 @@ from bench.suites.gpu.constructed import SHAPES, TARGET, check_bigram, fill_weig
 from bench.suites.gpu.engines import main, run_sections
 from bench.suites.gpu.profiling import Kernel
 from bench.suites.gpu.times import Times
-from engines.gpu_program import fitted
+from engines.gpu_program import adapt_to_gpu
 from runtime import load
 from runtime.files.torch_files import WEIGHTS_FILE, read_program
 
@@ -113,7 +113,7 @@ def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> Non
     with torch.no_grad():
         fill_weights(made["target"].state_dict, made["draft"].state_dict)
     usual = program_logits(made["draft"], IDS)
-    kept = program_logits(fitted(made["draft"], 272)[0], IDS)
+    kept = program_logits(adapt_to_gpu(made["draft"], 272)[0], IDS)
     assert (usual.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(kept.float(), usual)
 

@@ -109,7 +109,7 @@ def test_tiny_architectures(workshop: Workshop, name: str) -> None:
     draft = workshop.checkpoint(name, blur=0.2)
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True)
     with load(bundle, verify=False) as engine:
-        assert engine.bits.of_gamma, engine.bits.line()
+        assert engine.bits.independent_of_gamma, engine.bits.line()
     holds(bundle, [replace(one, max_new_tokens=24) for one in (GREEDY, *COUPLED)])
 
 
@@ -119,7 +119,7 @@ def test_a_bundle_of_your_own() -> None:
     assert OWN is not None
     bundle = Path(OWN)
     with load(bundle) as engine:
-        assert engine.bits.of_gamma and engine.bits.slots, engine.bits.line()
+        assert engine.bits.independent_of_gamma and engine.bits.slots, engine.bits.line()
     few = [{"gamma": 1}, {"gamma": 4}, {"gamma": 8}, {"draft": "ngram"}, {"gamma": "auto"}]
     coupled = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3, verify="coupled")
     all_options = [replace(one, max_new_tokens=48) for one in (GREEDY, coupled)]

@@ -20,7 +20,7 @@ from engines import bundle as bundles
 from engines.bundle import build
 from runtime import load
 from runtime.backends import invariance
-from runtime.backends.bits import promised
+from runtime.backends.bits import promised_bits
 from runtime.backends.engine import Ids, Logits
 from runtime.backends.invariance import measure
 from runtime.files.errors import OutriderError
@@ -35,7 +35,7 @@ class Odd(FakeEngine):
 
     fault: Fault = staticmethod(lambda *_: False)
 
-    def __init__(self, folder: Path, facts: Any, *, slots: int, widest: int, threads: int = 0):
+    def __init__(self, folder: Path, facts: Any, *, slots: int, max_outputs: int, threads: int = 0):
         super().__init__(random_model(1), slots=slots, capacity=facts.capacity, chunk=256)
         self.threads, self.high = threads, 0
         self.cache[:] = 0  # as real ones
@@ -94,7 +94,7 @@ def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.Mon
     assert facts.several == dataclasses.replace(usual, **found)
     assert facts.slots == (name != "slots")
     manifest = dataclasses.replace(manifest, invariance=facts)
-    assert promised(manifest, 3, 2).line() == f"bits: {promise}"
+    assert promised_bits(manifest, 3, 2).line() == f"bits: {promise}"
 
 
 def described(**invariance: Any) -> Manifest:
@@ -105,26 +105,27 @@ def described(**invariance: Any) -> Manifest:
 
 def test_what_is_promised() -> None:
     """Only what was measured with these libraries on this processor."""
-    bits = promised(described(), 1, 1)
-    assert (bits.narrowest, bits.same, bits.other) == (2, ALL, ())
-    bits = promised(described(), 1, 1, plain_width=1)
-    assert bits.narrowest == 1 and bits.forgone
+    bits = promised_bits(described(), 1, 1)
+    assert (bits.min_width, bits.same, bits.other) == (2, ALL, ())
+    bits = promised_bits(described(), 1, 1, plain_width=1)
+    assert bits.min_width == 1 and bits.forgone
     assert bits.json_object() == {
         "same": ("thread count",), "other": ALL[:4], "narrowest_call": 1, "forgone": True,
         "slots": True,
     }  # fmt: skip
     assert bits.line().endswith("neighbour (plain steps of one token)")
     any_width = CallBits([1, 2, 3, 16], [], neighbours=True, threads=True, rows=True)
-    bits = promised(described(one=any_width), 1, 2)
-    assert bits.narrowest == 1 and bits.of_gamma, "nothing is paid where nothing is to be had"
+    bits = promised_bits(described(one=any_width), 1, 2)
+    assert bits.min_width == 1, "nothing is paid where nothing is to be had"
+    assert bits.independent_of_gamma
     for why, unknown in {
-        "without MEASURE=0": promised(make_manifest(), 1, 2),
-        "with X 1, and 2 is installed; install": promised(
+        "without MEASURE=0": promised_bits(make_manifest(), 1, 2),
+        "with X 1, and 2 is installed; install": promised_bits(
             described(), 1, 2, "X 1, and 2 is installed"
         ),
-        "another processor; build again": promised(described(processor="another"), 1, 2),
+        "another processor; build again": promised_bits(described(processor="another"), 1, 2),
     }.items():
-        assert unknown.narrowest == 2 and not unknown.same
+        assert unknown.min_width == 2 and not unknown.same
         assert unknown.line().startswith("bits: nothing is promised: ") and why in unknown.line()
 
 
@@ -140,14 +141,14 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
         assert set(calls.widths) >= {2, 3, 4, 5, 6, 7, 8, 9, 16} and calls.rows
         assert calls.neighbours and calls.threads
     with load(out) as engine:
-        assert engine.bits.of_gamma and engine.decoder.target.narrowest <= 2
+        assert engine.bits.independent_of_gamma and engine.decoder.target.min_width <= 2
         options = {"temperature": 0.7, "seed": 1, "verify": "coupled", "logprobs": 0}
         plain, drafted = (
             engine.generate("a", gamma=gamma, max_new_tokens=32, **options) for gamma in (0, 3)
         )
         assert plain.tokens[1:] and plain.logprobs == drafted.logprobs
     with load(out, plain_width=1) as engine:
-        assert engine.decoder.target.narrowest == 1
+        assert engine.decoder.target.min_width == 1
         if engine.bits.forgone:
             with pytest.raises(OutriderError, match="which plain_width=1 rules out"):
                 engine.generate("a", verify="coupled", temperature=1.0)
@@ -161,7 +162,7 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
     [
         (bundles.sys, "executable", "/bin/false", "exit status 1"),
         (bundles.sys, "executable", "/bin/echo", "invalid answer '-m runtime.backends.invariance"),
-        (bundles, "PATIENCE", 0, "it took more than 0 s"),
+        (bundles, "INVARIANCE_TIMEOUT", 0, "it took more than 0 s"),
     ],
     ids=["it fails", "no answer", "too long"],
 )
@@ -183,8 +184,8 @@ def test_what_cannot_be_measured_is_said(
 def test_the_measurement_ends_with_who_asked_for_it() -> None:
     """A build that is killed closes the pipe, and says nothing."""
     program = (
-        "from runtime.backends.invariance import end_unheard; import time; end_unheard(); "
-        "print('begun', flush=True); time.sleep(600)"
+        "from runtime.backends.invariance import exit_when_stdout_closes as watch; import time; "
+        "watch(); print('begun', flush=True); time.sleep(600)"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=CHECKOUT)
     assert child.stdout is not None and child.stdout.readline() == b"begun\n"

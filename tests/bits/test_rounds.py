@@ -48,13 +48,13 @@ def texts(params: SamplingParams, gammas: Iterable[int], **options: Any) -> list
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_the_same_for_every_gamma(params: SamplingParams) -> None:
-    plain, *drafted = texts(params, range(9), narrowest=2)
+    plain, *drafted = texts(params, range(9), min_width=2)
     assert all(one == plain for one in drafted)
     # What wider calls say, and nothing else: as a model without a rounding does.
     exact = make_decoder(MODEL, DRAFT, order=3)
     assert plain == [said(run(exact, request(prompt, params, 0))) for prompt in PROMPTS]
     # Control: calls of one token.
-    plain, drafted_once = texts(params, (0, 4), narrowest=1)
+    plain, drafted_once = texts(params, (0, 4), min_width=1)
     assert plain != drafted_once
 
 
@@ -77,15 +77,15 @@ def crowd(decoder: Decoder, params: SamplingParams) -> list[Said]:
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_the_same_in_any_company(params: SamplingParams) -> None:
-    alone = texts(params, [0], narrowest=2)[0]
+    alone = texts(params, [0], min_width=2)[0]
     options: dict[str, Any] = {"slots": 2, "order": 3, "alone": 1e-3}
-    assert crowd(make_decoder(MODEL, DRAFT, narrowest=2, **options), params) == alone * 3
-    assert crowd(make_decoder(MODEL, DRAFT, narrowest=1, **options), params) != alone * 3
+    assert crowd(make_decoder(MODEL, DRAFT, min_width=2, **options), params) == alone * 3
+    assert crowd(make_decoder(MODEL, DRAFT, min_width=1, **options), params) != alone * 3
 
 
 def test_no_token_comes_from_a_call_of_one() -> None:
     """Nor from one whose padding does not fit: the last text ends where the context does."""
-    decoder = make_decoder(MODEL, DRAFT, narrowest=2, max_len=40)
+    decoder = make_decoder(MODEL, DRAFT, min_width=2, max_len=40)
     for prompt in (*PROMPTS, list(range(2, 32)) + list(range(2, 11))):
         run(decoder, request(prompt, GREEDY, 0))
     target, draft = decoder.target, decoder.draft
@@ -96,9 +96,9 @@ def test_no_token_comes_from_a_call_of_one() -> None:
 
 
 def test_beams_are_those_of_wider_calls() -> None:
-    def found(narrowest: int, gamma: int) -> list[tuple[tuple[int, ...], float]]:
+    def found(min_width: int, gamma: int) -> list[tuple[tuple[int, ...], float]]:
         target, draft = (
-            CopyingFake(model, slots=8, order=3, alone=1e-3, narrowest=narrowest)
+            CopyingFake(model, slots=8, order=3, alone=1e-3, min_width=min_width)
             for model in (MODEL, DRAFT)
         )
         result = beam_search(

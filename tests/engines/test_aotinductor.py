@@ -233,8 +233,11 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
         "torch._inductor.list_options",
         lambda: ["cpp.dynamic_threads", *aotinductor.GPU_CONFIG, "x"],
     )
-    assert aotinductor._config(gpu=True) == {"cpp.dynamic_threads": True, **aotinductor.GPU_CONFIG}
-    assert aotinductor._config(gpu=False) == aotinductor.CONFIG
+    assert aotinductor._compile_options(gpu=True) == {
+        "cpp.dynamic_threads": True,
+        **aotinductor.GPU_CONFIG,
+    }
+    assert aotinductor._compile_options(gpu=False) == aotinductor.CONFIG
 
 
 def test_matrices_of_one_vector_are_one_matrix() -> None:
@@ -261,7 +264,7 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
     assert isinstance(module, torch.fx.GraphModule)
     expected = module(x)
     gate = weakref.ref(program.state_dict["gate.weight"])
-    joined = gpu_program._join(module, program.state_dict)
+    joined = gpu_program._join_matrices(module, program.state_dict)
     module.recompile()
     gc.collect()  # the class above has them in a cycle
     assert gate() is None, "nobody has it any more"
@@ -286,7 +289,7 @@ def test_angles_are_no_matrix_product() -> None:
     module = torch.export.export(Angles(), given, dynamic_shapes=sizes).module()
     assert isinstance(module, torch.fx.GraphModule)
     expected = module(*given)
-    gpu_program._multiply(module.graph)
+    gpu_program._replace_outer_products(module.graph)
     module.recompile()
     left = module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
     assert len(left) == 1, "the one that sums"
@@ -307,7 +310,7 @@ def test_products_that_float16_cannot_hold() -> None:
 def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     facts, heads = read_pair(graphs).target, 4
     assert facts.key_shapes[0][0] < heads
-    fitted, _ = gpu_program.fitted(read_program(graphs / "target"), facts.capacity)
+    fitted, _ = gpu_program.adapt_to_gpu(read_program(graphs / "target"), facts.capacity)
     assert not repeated_caches(fitted, heads)
     sizes = {size for tensor in fitted.example_inputs[0][3] for size in tensor.shape}
     assert facts.capacity in sizes and all(
@@ -338,7 +341,7 @@ def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name:
             answer: torch.Tensor = module(ids[:, 16:], torch.tensor([16]), torch.arange(4), *caches)
         return answer
 
-    fitted, _ = gpu_program.fitted(read_program(graphs / "target"), capacity)
+    fitted, _ = gpu_program.adapt_to_gpu(read_program(graphs / "target"), capacity)
     expected = logits(read_program(graphs / "target"))
     torch.testing.assert_close(logits(fitted), expected, atol=1e-4, rtol=1e-4)
 
@@ -356,7 +359,7 @@ def test_attention_of_every_size_is_the_same_attention(
     usual = workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor") / "target"
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 33))
     found, expected = (
-        AotiEngine(folder, facts, slots=1, widest=1, threads=1).forward(
+        AotiEngine(folder, facts, slots=1, max_outputs=1, threads=1).forward(
             tokens, np.zeros(1, np.int64), np.array([32])
         )
         for folder in (tmp_path, usual)

@@ -115,7 +115,7 @@ def test_a_graph_that_the_builder_refuses(
     [(-11, "backend", "signal 11 .*: last words"), (1, "backend", "status 1"), (-9, "memory", "")],
 )
 def test_a_library_that_dies(status: int, kind: str, cause: str) -> None:
-    error = builder._ended("TensorRT", "model", status, "first\nlast words\n\n")
+    error = builder._crash_error("TensorRT", "model", status, "first\nlast words\n\n")
     assert error.kind == kind
     assert re.search(cause, str(error))
 

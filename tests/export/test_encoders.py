@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
 from engines import aotinductor
-from engines.bundle import build, runs
+from engines.bundle import build, supported_features
 from engines.registry import BACKENDS
 from export.checkpoint import find, same_encoder
 from export.encoder import _number
@@ -100,7 +100,9 @@ def test_backends_that_run_no_encoder(
         dtypes = {"aotinductor": ["float32", "bfloat16"], "onnxruntime": ["float32"]}
         does = dtype in dtypes.get(name, [])
         sm = "cpu" if name == "aotinductor" else ""
-        assert (ENCODER_DECODERS in runs(name, dtype, sm)) == does  # which the export is told
+        assert (
+            ENCODER_DECODERS in supported_features(name, dtype, sm)
+        ) == does  # which the export is told
     monkeypatch.setattr(aotinductor, "targets", lambda *_: ["sm90"])
     for name in ("tensorrt_rtx", "aotinductor"):
         with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:

@@ -144,7 +144,7 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
     source = workshop.example(name)
     folder = workshop.graphs(source)
     facts = read_pair(folder).target
-    engine = OrtEngine(folder / "target", facts, slots=3, widest=MAX_GAMMA + 1, threads=1)
+    engine = OrtEngine(folder / "target", facts, slots=3, max_outputs=MAX_GAMMA + 1, threads=1)
     ids = text(2, 60)
     expected = eager(source, ids)
     bound = 1e-5 * (1 + np.abs(expected).max())
@@ -196,7 +196,7 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
     folder = workshop.graphs(workshop.checkpoint(TIED), source)
     facts = read_pair(folder).draft
     assert facts is not None and (facts.max_len, facts.capacity) == (SHORT, CAPACITY)
-    engine = OrtEngine(folder / "draft", facts, slots=1, widest=MAX_GAMMA + 1, threads=1)
+    engine = OrtEngine(folder / "draft", facts, slots=1, max_outputs=MAX_GAMMA + 1, threads=1)
     ids = text(1, SHORT)
     expected = eager(source, ids)
     start = SHORT - 3

@@ -37,7 +37,7 @@ def test_logits_and_text(workshop: Workshop, name: str, backend: str, dtype: str
     facts = read_pair(workshop.graphs(source, dtype=dtype, **form)).target
     assert facts.max_difference is not None
     assert 0 < facts.max_difference <= facts.tolerance
-    engine = host_engine(backend)(bundle / "target", facts, slots=1, widest=1, threads=1)
+    engine = host_engine(backend)(bundle / "target", facts, slots=1, max_outputs=1, threads=1)
     ids = text(1, 40)
     expected = eager(source, ids)
     difference = 0.0

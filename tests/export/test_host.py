@@ -93,7 +93,7 @@ def engine(folder: Path, *, host: bool = True, slots: int = 1, threads: int = 1)
     facts = read_pair(folder.parent).target
     files = {name: file for name, file in facts.files.items() if host or name != HOST_FILE}
     facts = replace(facts, files=files)
-    made = OrtEngine(folder, facts, slots=slots, widest=48, threads=threads)
+    made = OrtEngine(folder, facts, slots=slots, max_outputs=48, threads=threads)
     for slot in range(slots) if facts.encoder else ():
         rng = np.random.default_rng(slots - slot)  # the last slot reads the same in all
         if features := facts.encoder.features:

@@ -265,7 +265,7 @@ def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
 def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
     graphs: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.certificate.TOKENS", 128)
+    monkeypatch.setattr("runtime.certificate.TEST_TOKENS", 128)
     folder, weights = graphs
     bundle = tmp_path / "bundle"
     build(folder, bundle, backend="onnxruntime", slots=1)

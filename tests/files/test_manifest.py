@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fakes import edited
 
-from runtime.backends.bits import promised
+from runtime.backends.bits import promised_bits
 from runtime.bundle import choose_device, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.generation import AudioFacts, FeatureFacts, TextRules
@@ -119,7 +119,7 @@ def use(folder: Path) -> int:
     """All that is asked of a manifest before a file of the bundle is opened."""
     manifest = read_bundle(folder)
     choose_device(manifest, folder, "auto")
-    promised(manifest, manifest.slots, 1)
+    promised_bits(manifest, manifest.slots, 1)
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     for gpu in (False, True):

@@ -28,7 +28,7 @@ def test_the_hosts_tokens_whenever_things_happen(
     monkeypatch: pytest.MonkeyPatch, rounds: type[DeviceRounds], seed: int
 ) -> None:
     """With so little page-locked memory that uploads do have to wait for it."""
-    monkeypatch.setattr(cuda, "PIECES", 2)
+    monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
     driver = make_driver(seed)
     found = wander(decoder_on(driver, rounds=rounds, slots=3), seed)
     assert found == wander(host(monkeypatch, slots=3), seed)
@@ -38,7 +38,7 @@ def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyP
     """Control: nobody waits for them."""
     expected = wander(host(monkeypatch, slots=3), 0)
     noticed = 0
-    with broken("backends.cuda.Cuda.wait_for", lambda self, event: None):
+    with broken("backends.cuda.Cuda.wait_for_event", lambda self, event: None):
         for seed in SEEDS:
             try:
                 noticed += wander(decoder_on(make_driver(seed), slots=3), 0) != expected
@@ -51,20 +51,20 @@ def test_what_is_uploaded_is_not_overwritten_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Page-locked memory is used again. The control: without a look at whether it may be."""
-    monkeypatch.setattr(cuda, "PIECES", 2)
+    monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
 
     def crossed(seed: int) -> list[int]:
         device = make_device(make_driver(seed))
-        stream, found = device.stream(), np.zeros(9, np.int64)
+        stream, found = device.create_stream(), np.zeros(9, np.int64)
         address = device.allocate(found.nbytes)
         for i in range(len(found)):
             device.upload(address + 8 * i, np.array([i]), stream)
-        device.wait(stream)
+        device.wait_for_stream(stream)
         device.read(found.ctypes.data, address, found.nbytes)
         return found.tolist()
 
     assert all(crossed(seed) == list(range(9)) for seed in range(8))
-    with broken("backends.cuda.Cuda.reached", lambda self, event: True):
+    with broken("backends.cuda.Cuda.is_event_done", lambda self, event: True):
         assert any(crossed(seed) != list(range(9)) for seed in range(8))
 
 
@@ -73,9 +73,9 @@ def test_memory_is_zero_before_anybody_has_it() -> None:
 
     def first_bytes(seed: int) -> list[int]:
         device = make_device(make_driver(seed))
-        stream, found = device.stream(), device.pinned(8)
+        stream, found = device.create_stream(), device.allocate_pinned(8)
         device.download(found, device.allocate(8), stream)
-        device.wait(stream)
+        device.wait_for_stream(stream)
         return found.tolist()
 
     assert all(first_bytes(seed) == [0] * 8 for seed in range(8))
@@ -93,12 +93,12 @@ def test_memory_is_zero_before_anybody_has_it() -> None:
 def test_uploads_wait_for_nothing(driver: FakeDriver) -> None:
     """Long ones neither; the array may change at once. The control: memory of the host's own."""
     device = make_device(driver)
-    stream = device.stream()
+    stream = device.create_stream()
     array = np.arange(20_000)
     address, expected = device.allocate(array.nbytes), array.copy()
     assert steps(driver, lambda: device.upload(address, array, stream)) == []
     array[:] = 0
-    device.wait(stream)
+    device.wait_for_stream(stream)
     device.read(array.ctypes.data, address, array.nbytes)
     np.testing.assert_array_equal(array, expected)
     direct = (address, array.ctypes.data, 8, stream)

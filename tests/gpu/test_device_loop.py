@@ -44,7 +44,7 @@ def test_a_host_that_is_late(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, entries: int
 ) -> None:
     """The loop waits for nobody: with the ring full it ends, and the host launches it again."""
-    monkeypatch.setattr(device_loop, "ENTRIES", entries)
+    monkeypatch.setattr(device_loop, "RING_ENTRIES", entries)
     expected = text(decoder_on(driver), REQUEST)
     decoder = looping(driver)
     sequence = decoder.admit(REQUEST)
@@ -63,7 +63,7 @@ def test_a_ring_of_another_size_is_noticed(
     """Control: a host that reads another round's results."""
     decoder, request = looping(driver), replace(REQUEST, max_new_tokens=55, gamma=1)
     expected = text(decoder, request)
-    monkeypatch.setattr(device_loop, "ENTRIES", 8)
+    monkeypatch.setattr(device_loop, "RING_ENTRIES", 8)
     assert text(decoder, request) != expected
 
 
@@ -80,7 +80,7 @@ def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> Non
     finish(decoder, stays, joins)
     assert ids(stays) == alone
     assert ids(joins) == text(decoder_on(driver), joins.request)
-    assert not decoder.rounds._unread.get(leaves)
+    assert not decoder.rounds._unread_rounds.get(leaves)
 
 
 def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:
@@ -88,10 +88,10 @@ def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:
 
     def end(self: LoopingRounds) -> None:
         real(self)
-        self._unread.clear()
+        self._unread_rounds.clear()
 
-    real = LoopingRounds._end
-    with broken("gpu.loop.LoopingRounds._end", end), pytest.raises(AssertionError):
+    real = LoopingRounds._end_loop
+    with broken("gpu.loop.LoopingRounds._end_loop", end), pytest.raises(AssertionError):
         test_what_a_loop_left_is_read_before_anything_new(driver)
 
 

@@ -122,14 +122,14 @@ def test_a_device_that_is_not_told_who_takes_part_is_noticed(
 ) -> None:
     """Control: whoever took part last does so again."""
     expected = wander(host(monkeypatch, slots=2), 0)
-    real = DeviceRounds._upload_turns
+    real = DeviceRounds._upload_gammas
 
     def upload(self: DeviceRounds, wanted: dict, batch: int) -> None:
         real(self, wanted or {r: g for r, g in told.items() if r.slot.index < batch}, batch)
         told.update(wanted)
 
     told: dict[ActiveSequence, int] = {}
-    with broken("gpu.rounds.DeviceRounds._upload_turns", upload):
+    with broken("gpu.rounds.DeviceRounds._upload_gammas", upload):
         try:
             found = wander(decoder_on(driver, slots=2), 0)
         except (OutriderError, AssertionError):
@@ -221,7 +221,7 @@ def test_what_is_no_error_of_a_capture_is_raised(
 def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.ndarray:
     """The sequence's structure, after all that was launched."""
     driver.drain()
-    address = decoder.rounds._at.sequences + sequence.slot.index * SEQUENCE.itemsize
+    address = decoder.rounds._buffers.sequences + sequence.slot.index * SEQUENCE.itemsize
     return np.frombuffer(ctypes.string_at(address, SEQUENCE.itemsize), SEQUENCE)
 
 

@@ -172,7 +172,9 @@ def test_memory_that_a_library_keeps_is_no_reason_to_refuse(
     """Fault: a closed engine's weights, which torch keeps for itself, are room that is missing."""
     room, on_fake_gpu._memory = on_fake_gpu._memory, 2**16
     monkeypatch.setattr(
-        DeviceEngine, "give_back", classmethod(lambda _: setattr(on_fake_gpu, "_memory", room))
+        DeviceEngine,
+        "release_unused_memory",
+        classmethod(lambda _: setattr(on_fake_gpu, "_memory", room)),
     )
     assert load(llama_bundle, device="cuda").generate("some words", max_new_tokens=3).tokens
 
@@ -216,22 +218,22 @@ def test_each_backend_has_its_engine(
     def note(self: object, *arguments: Any, **options: Any) -> None:
         calls.append((arguments, options))
 
-    monkeypatch.setattr("runtime.backends.onnxruntime.unavailable", lambda: None)
+    monkeypatch.setattr("runtime.backends.onnxruntime.unavailable_reason", lambda: None)
     engine = device_engine(backend)
     assert engine.__module__ == f"runtime.backends.{module}"
     monkeypatch.setattr(engine, "__init__", note)
-    gpu.open_engine(made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5)
+    gpu.open_engine(made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, max_outputs=5)
     ((arguments, options),) = calls
     assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)
     assert getattr(engine, "module", backend) == backend
-    assert options == {"slots": 1, "widest": 5}
+    assert options == {"slots": 1, "max_outputs": 5}
 
 
-@pytest.mark.skipif(ort_cuda.unavailable() is None, reason="onnxruntime-gpu is installed")
+@pytest.mark.skipif(ort_cuda.unavailable_reason() is None, reason="onnxruntime-gpu is installed")
 def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
     with pytest.raises(OutriderError, match="has no CUDAExecutionProvider") as caught:
         gpu.open_engine(
-            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5
+            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, max_outputs=5
         )
     assert "onnxruntime-gpu" in caught.value.remedy
 

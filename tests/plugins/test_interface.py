@@ -107,7 +107,7 @@ def test_illegal_calls_are_refused_with_a_text(native):
             sampler.draw(logits[:, 0], 0, first_slot=first_slot)
     for drafts in ([[1]], [[1, 2, 3]], [[1, 2], [3, 0]]):
         with pytest.raises(ValueError, match=r"drafts for slot 0, not 2|argument"):
-            sampler.give(drafts)
+            sampler.set_drafts(drafts)
     with pytest.raises(ValueError, match="narrower"):
         sampler.verify(logits[..., :3])
     with pytest.raises(ValueError, match="contiguous"):

@@ -14,7 +14,7 @@ from scipy import stats
 import runtime.certificate as certificate_module
 import runtime.certificate.replay as replay_module
 from runtime.backends.bits import Bits
-from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
+from runtime.certificate import SIGNIFICANCE_LEVEL, TEST_TOKENS, check, kolmogorov_smirnov
 from runtime.sampling import philox, reference
 from runtime.sampling.warp import warp
 from runtime.slots import Slot
@@ -67,7 +67,7 @@ def test_texts_that_end_early_and_a_bundle_without_draft(tmp_path):
     assert certificate.texts > 5
     assert heard[0] == "text 1, 0 tokens"
     assert heard[-1] == f"replaying text {certificate.texts} of {certificate.texts}"
-    assert certificate.tokens == TOKENS
+    assert certificate.tokens == TEST_TOKENS
 
 
 def test_a_draft_whose_context_ends_first(engine):
@@ -81,7 +81,7 @@ def test_a_draft_whose_context_ends_first(engine):
 
 def test_exact_decoding_fails_as_rarely_as_it_says(engine, monkeypatch):
     """An exact decoder has p-values below x no more often than x."""
-    monkeypatch.setattr(certificate_module, "TOKENS", 48)
+    monkeypatch.setattr(certificate_module, "TEST_TOKENS", 48)
     few = replace(SAMPLED, max_new_tokens=48)
     p_values = [check(engine, "ab", replace(few, seed=1000 * i)).p_value for i in range(40)]
     assert stats.kstest(p_values, "uniform", alternative="greater").pvalue > 0.01
@@ -100,7 +100,7 @@ def test_its_random_numbers_are_its_own(engine, monkeypatch):
     monkeypatch.setattr(reference, "uniform", record("generation"))
     monkeypatch.setattr(replay_module, "uniform", record("certificate"))
     check(engine, PROMPT, replace(SAMPLED, verify="block"))
-    assert len(drawn["certificate"]) == TOKENS
+    assert len(drawn["certificate"]) == TEST_TOKENS
     assert not drawn["certificate"] & drawn["generation"]
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_rule_fails(engine, monkeypatch, rule, options):
     assert not certificate.passed
     assert "FAILED" in certificate.lines()[0]
     if options.temperature:
-        assert certificate.p_value < LEVEL
+        assert certificate.p_value < SIGNIFICANCE_LEVEL
     else:
         assert certificate.violations
 
@@ -218,7 +218,7 @@ def test_a_suppressed_token_fails(tmp_path, monkeypatch, temperature):
 
 def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
     """The distribution alone, which another exact rule has too, is not what was promised."""
-    monkeypatch.setattr(certificate_module, "TOKENS", 192)
+    monkeypatch.setattr(certificate_module, "TEST_TOKENS", 192)
     coupled = replace(SAMPLED, verify="coupled")
     certificate = check(engine, PROMPT, coupled)
     assert certificate.repeated == certificate.texts
@@ -231,13 +231,13 @@ def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
     monkeypatch.setattr(engine, "generate", another_seed)
     certificate = check(engine, PROMPT, coupled)
     assert not certificate.passed and certificate.repeated == 0
-    assert certificate.p_value > LEVEL
+    assert certificate.p_value > SIGNIFICANCE_LEVEL
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, replace(SAMPLED, verify="coupled")])
 def test_where_it_is_promised_one_bit_fails(tmp_path, monkeypatch, options):
     """A rounding far below any near-tie, and the text is the target's all the same."""
-    monkeypatch.setattr(certificate_module, "TOKENS", 96)
+    monkeypatch.setattr(certificate_module, "TEST_TOKENS", 96)
     target = random_model(1, never=[EOS])
     for rounding, passes in ((0, True), (1e-6, False)):
         engine = make_text_engine(tmp_path, target, near(target, 2, 1.5), rounding=rounding)
@@ -262,11 +262,11 @@ def test_a_filter_that_was_not_applied_fails(engine, monkeypatch):
 
 def test_rules_that_are_not_exact_never_pass(engine):
     sigmoid = check(engine, PROMPT, replace(SAMPLED, verify="sigmoid"))
-    assert sigmoid.p_value < LEVEL
+    assert sigmoid.p_value < SIGNIFICANCE_LEVEL
     assert "sigmoid is not exact" in sigmoid.lines()[-1]
     assert not check(engine, PROMPT, replace(GREEDY, lenience=0.2)).passed
     slight = check(engine, PROMPT, replace(SAMPLED, lenience=0.999))
-    assert slight.p_value > LEVEL
+    assert slight.p_value > SIGNIFICANCE_LEVEL
     assert not slight.passed
 
 

@@ -25,7 +25,7 @@ from fakes import (
 )
 from rounds import broken, cases, check_rows, finish, ids, make_decoder, run
 
-from runtime.backends.engine import HeldRows, Ids
+from runtime.backends.engine import CachedRows, Ids
 from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -137,7 +137,7 @@ def remembered(self: SlotTable, *prompt: object) -> Slot:
 
 
 def keeps_what_was_overwritten(
-    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids
+    self: CachedRows, first_slot: int, input_ids: Ids, position: Ids
 ) -> None:
     for slot, (new, start) in enumerate(
         zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
@@ -147,7 +147,11 @@ def keeps_what_was_overwritten(
 
 
 def misses_calls_of_several_slots(
-    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids, real: Any = HeldRows.wrote
+    self: CachedRows,
+    first_slot: int,
+    input_ids: Ids,
+    position: Ids,
+    real: Any = CachedRows.end_call,
 ) -> None:
     if len(input_ids) == 1:
         real(self, first_slot, input_ids, position)
@@ -162,8 +166,8 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
     [
         ("calls.idle_positions", idle_at_the_start, GREEDY),
         ("slots.SlotTable.acquire", remembered, GREEDY),
-        ("backends.engine.HeldRows.wrote", keeps_what_was_overwritten, GREEDY),
-        ("backends.engine.HeldRows.wrote", misses_calls_of_several_slots, GREEDY),
+        ("backends.engine.CachedRows.end_call", keeps_what_was_overwritten, GREEDY),
+        ("backends.engine.CachedRows.end_call", misses_calls_of_several_slots, GREEDY),
         ("sampling.reference.NumpySampler._uniform", number_of_a_slot, SAMPLED),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rounds import broken
 
-from runtime.backends.engine import Engine, HeldRows, Ids, Logits
+from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import StateFacts
@@ -72,11 +72,11 @@ class Shadow(Engine):
 
     def __init__(
         self, texts: Texts, dice: np.random.Generator, states: StateFacts,
-        slots: int, capacity: int, narrowest: int = 1,
+        slots: int, capacity: int, min_width: int = 1,
     ):  # fmt: skip
         self.texts, self.dice, self.states = texts, dice, states
-        self.slots, self.capacity, self.narrowest = slots, capacity, narrowest
-        self.held = HeldRows(slots, V, states)
+        self.slots, self.capacity, self.min_width = slots, capacity, min_width
+        self.cached_rows = CachedRows(slots, V, states)
         self.ring = [[-1] * states.rows for _ in range(slots)]
 
     def forward(
@@ -85,7 +85,7 @@ class Shadow(Engine):
         (batch, width), rows = input_ids.shape, self.states.rows
         assert width <= self.chunk and position.max() + width <= self.capacity
         for slot, start in enumerate(position.tolist(), first_slot):
-            self.held.overwrites(slot, start, width)
+            self.cached_rows.begin_call(slot, start, width)
         interrupted = self.dice.random() < 0.02
         logits = np.zeros((batch, len(logits_index), V), np.float32)
         for b, (start, ids) in enumerate(zip(position.tolist(), input_ids.tolist(), strict=True)):
@@ -97,11 +97,11 @@ class Shadow(Engine):
             logits[b, :, V - 2], logits[b, :, V - 1] = -np.array(found)[logits_index], MARK
         if interrupted:
             raise Interrupt
-        self.held.wrote(first_slot, input_ids, position)
+        self.cached_rows.end_call(first_slot, input_ids, position)
         return logits
 
     def clear(self, slot: int) -> None:
-        self.held.cut(slot, 0)
+        self.cached_rows.truncate(slot, 0)
 
 
 class Dice:
@@ -111,8 +111,8 @@ class Dice:
         self.vocab_size, self.texts, self.dice = V, texts, dice
         self.q = 0
 
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        self.places, self.drafts = list(places), [list[int]() for _ in places]
+    def begin(self, slots: Sequence[SlotSampling]) -> None:
+        self.places, self.drafts = list(slots), [list[int]() for _ in slots]
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         if self.dice.random() < 0.01:
@@ -127,10 +127,10 @@ class Dice:
                 self.drafts[b].append(int(drawn[b]))
         return drawn
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         self.places[b] = replace(self.places[b], gamma=gamma)
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         self.drafts, self.draft_slot = [list(tokens) for tokens in drafts], first_slot
 
     def verify(
@@ -138,7 +138,7 @@ class Dice:
     ) -> list[Verdict]:
         verdicts = []
         for place, drafts in zip(self.places, self.drafts, strict=True):
-            gamma, text = place.gamma, place.text(()).tolist()
+            gamma, text = place.gamma, place.text_with(()).tolist()
             expected = self.texts.after(0, [*text, *drafts[:gamma]])[len(text) - 1 :]
             rows = logits[place.index - first_slot, : gamma + 1]
             if (-rows[:, V - 2]).tolist() != expected:
@@ -199,7 +199,7 @@ def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counte
     dice, known, seen = np.random.default_rng(seed), Texts(), Counter[str]()
     states, slots = StateFacts([[1, 1]], rows, reach), 3 - seed % 3
     options = known, dice, states, slots, MAX_LEN + max_gamma + 1
-    target, draft = Shadow(*options, narrowest=1 + seed % 2), Shadow(*options)
+    target, draft = Shadow(*options, min_width=1 + seed % 2), Shadow(*options)
     outer, inner = Dice(known, dice), Dice(known, dice)
     rounds = HostRounds(target, draft, outer, inner)
     decoder = Decoder(
@@ -241,5 +241,8 @@ def test_every_call_reads_its_own_text(max_gamma: int) -> None:
     assert {*seen} == {"texts", "q", "interrupts", "reused", "numeric", "busy"}
     with pytest.raises(Lost):
         play(0, max_gamma, 1, rows, 120)
-    with broken("backends.engine.HeldRows.resumes", lambda *given: given[2]), pytest.raises(Lost):
+    with (
+        broken("backends.engine.CachedRows.resume_position", lambda *given: given[2]),
+        pytest.raises(Lost),
+    ):
         play(0, max_gamma, 1, rows + 1, 120)

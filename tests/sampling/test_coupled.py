@@ -12,7 +12,7 @@ import pytest
 from samplers import cpu_library, emulated_library, open_sampler
 from scipy import stats
 
-from runtime.sampling.coupled import _words, noise, settle
+from runtime.sampling.coupled import _words, noise, select_by_noise
 from runtime.sampling.philox import Purpose, philox4x32
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
@@ -113,12 +113,12 @@ def test_the_drafts_decide_nothing(library):
     params = SamplingParams(temperature=1.0, seed=5, verify="coupled", top_p=0.95)
     target = np.random.default_rng(9).normal(0, 2, (5, 700)).astype(np.float32)
     rows = [warp(row, params) for row in target]
-    own = [settle(row, 5, 50 + i).point_mass for i, row in enumerate(rows)]
+    own = [select_by_noise(row, 5, 50 + i).point_mass for i, row in enumerate(rows)]
     for wrong in range(5):
         drafts = [token if i != wrong else 699 - token for i, token in enumerate(own[:4])]
         sampler = open_sampler(library(), 700, 4)
         sampler.begin([SlotSampling(params, 4, 50)])
-        sampler.give([drafts])
+        sampler.set_drafts([drafts])
         (verdict,) = sampler.verify(target[None])
         assert (verdict.accepted, verdict.token) == (wrong, own[wrong])
         assert verdict.ratios == (1.0,) * wrong + (0.0,) * (wrong < 4)

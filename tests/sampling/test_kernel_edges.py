@@ -109,7 +109,7 @@ def test_a_penalty_without_a_context_is_of_the_drafts_alone(library):
     rows = np.array([[[0.0, 2, 1.9], [0, 2, 1.9], [0, 2, 1.9]]], np.float32)
     sampler = open_sampler(library, 3, 2)
     sampler.begin([SlotSampling(SamplingParams(repetition_penalty=1.3), 2, 0)])
-    sampler.give([[1, 1]])
+    sampler.set_drafts([[1, 1]])
     assert sampler.verify(rows) == [Verdict(1, 2, (1.0, 0.0))]
 
 
@@ -118,7 +118,7 @@ def test_a_given_draft_at_temperature_0_is_a_point_mass(library):
     target, draft = np.array([[[0, 5.0, 1], [0, 5, 1]]], np.float32), np.array([[9.0, 0, 0]])
     sampler = open_sampler(library, 3, 1)
     sampler.begin([SlotSampling(SamplingParams(), 1, 0)])
-    sampler.give([[1]])
+    sampler.set_drafts([[1]])
     assert sampler.verify(target, [draft.astype(np.float32)]) == [Verdict(1, 1, (1.0,))]
 
 

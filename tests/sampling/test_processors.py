@@ -27,8 +27,8 @@ from runtime.certificate import check
 from runtime.sampling import sampler as sampler_module
 from runtime.sampling.processors import (
     BadWords,
+    ForcedLastToken,
     Ids,
-    LastToken,
     LogitsProcessor,
     NoRepeatNgram,
     SuppressTokens,
@@ -59,14 +59,14 @@ RULES = NoRepeatNgram(2), BadWords(WORDS)
 
 @contextmanager
 def processing(change: Callable[..., Any]) -> Iterator[None]:
-    """`process` with other arguments, or not at all."""
-    real = sampler_module.process
+    """`apply_processors` with other arguments, or not at all."""
+    real = sampler_module.apply_processors
 
-    def process(processors, row, params, text, suppress=(), **more):
+    def apply_processors(processors, row, params, text, suppress=(), **more):
         if (text := change(text, more["of_draft"])) is not None:
             real(processors, row, params, text, suppress, **more)
 
-    with broken("sampling.sampler.process", process):
+    with broken("sampling.sampler.apply_processors", apply_processors):
         yield
 
 
@@ -77,7 +77,7 @@ def processing(change: Callable[..., Any]) -> Iterator[None]:
         (at(), (whimsical,)),
         (at(verify="block"), (whimsical,)),
         (at(top_p=0.8, repetition_penalty=1.5, logit_bias={2: 1.5}), (whimsical,)),
-        (at(), (LastToken(6, 2, RULES),)),
+        (at(), (ForcedLastToken(6, 2, RULES),)),
     ],
     ids=["token", "block", "edited", "rules"],
 )
@@ -150,7 +150,7 @@ def test_suppressed_tokens() -> None:
         *((NoRepeatNgram(n, SOURCE), EncoderNoRepeatNGramLogitsProcessor(n, torch.tensor([SOURCE])))
           for n in (1, 2, 4)),
         (BadWords(WORDS), NoBadWordsLogitsProcessor(WORDS)),
-        (LastToken(7, 2), ForcedEOSTokenLogitsProcessor(8, 2)),
+        (ForcedLastToken(7, 2), ForcedEOSTokenLogitsProcessor(8, 2)),
     ],
 )  # fmt: skip
 def test_rules_are_those_of_transformers(

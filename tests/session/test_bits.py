@@ -132,7 +132,7 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
     few = {"weights": weights, "draft_weights": weights} if weights else {}
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
-        assert session.facts.output_invariant == engine.bits.of_gamma
+        assert session.facts.output_invariant == engine.bits.independent_of_gamma
         assert compare_runtimes(engine, session, requests(engine, 60, random), random) > 500
 
 

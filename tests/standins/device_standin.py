@@ -34,7 +34,7 @@ class FakeDeviceEngine(DeviceEngine):
         dtype: Dtype = "float32",
     ):  # fmt: skip
         facts = facts_of(fake, dtype)
-        super().__init__(cuda, stream, Path(), facts, slots=fake.slots, widest=9)
+        super().__init__(cuda, stream, Path(), facts, slots=fake.slots, max_outputs=9)
         self.chunk = fake.chunk
         fake.__class__ = type("Behind", (IdleFake, type(fake)), {})
         self._driver, self.fake = driver, fake
@@ -110,7 +110,7 @@ def make_rounds(
     """rounds: `DeviceRounds` or `LoopingRounds`; dtype: of logits; options: its own."""
     driver = driver or make_driver()
     device = make_device(driver)
-    stream = device.stream()
+    stream = device.create_stream()
     engines = [
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)

@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     facts = manifest.pair.target
     prompt = min(LONGEST_PROMPT, facts.max_len - STEPS)
     engine, reference = (
-        host_engine(manifest.backend)(folder / "target", facts, slots=1, widest=1, threads=1)
+        host_engine(manifest.backend)(folder / "target", facts, slots=1, max_outputs=1, threads=1)
         for _ in range(2)
     )
     rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
         import torch
 
         engine._cache = {name: torch.from_numpy(array) for name, array in engine._cache.items()}
-    engine._calls.clear()  # they have the addresses
+    engine._prepared.clear()  # they have the addresses
     for position in range(prompt, prompt + STEPS):
         for cache in caches.values():
             cache.allow_row(position)

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
-from runtime.backends.engine import Engine, HeldRows, Ids, Logits
+from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import (
     MANIFEST_FILE,
@@ -133,15 +133,15 @@ class FakeEngine(Engine):
         order: int | None = 2,
         rounding: float = 0.0,
         buffers: int = 9,
-        narrowest: int = 1,
+        min_width: int = 1,
         alone: float = 0.0,
     ):
         self.model, self.order, self.rounding, self.alone = model, order, rounding, alone
         self.vocab_size, self.slots = vocab_size, slots
-        self.capacity, self.chunk, self.narrowest = capacity, chunk, narrowest
+        self.capacity, self.chunk, self.min_width = capacity, chunk, min_width
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
-        self.buffers, self.held = buffers, HeldRows(slots, vocab_size)
+        self.buffers, self.cached_rows = buffers, CachedRows(slots, vocab_size)
         self._logits: Logits = np.empty((buffers, 0), np.float32)
 
     def forward(
@@ -172,7 +172,7 @@ class FakeEngine(Engine):
             self._logits.fill(np.nan)  # what is kept longer than it may be is noticed
             self._logits = np.empty((self.buffers, size), np.float32)
         logits = self._logits[buffer].reshape(shape)
-        self.held.wrote(first_slot, input_ids, position)
+        self.cached_rows.end_call(first_slot, input_ids, position)
         for b in range(batch):
             rows, start = self.cache[first_slot + b], int(position[b])
             rows[start : start + width] = input_ids[b]
@@ -182,7 +182,7 @@ class FakeEngine(Engine):
 
     def clear(self, slot: int) -> None:
         self.cache[slot] = NEVER_WRITTEN
-        self.held.cut(slot, 0)
+        self.cached_rows.truncate(slot, 0)
 
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
         start = 0 if self.order is None else max(0, end - self.order)

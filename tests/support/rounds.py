@@ -49,8 +49,8 @@ class KernelWithUniforms(RoundSampler):
 
     def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
         """[B, width]: one column for each (step, purpose)."""
-        table = np.zeros((len(self._places), width))
-        for b, place in enumerate(self._places):
+        table = np.zeros((len(self._samplings), width))
+        for b, place in enumerate(self._samplings):
             for column, (step, purpose) in enumerate(cells):
                 # Those of steps that a slot does not have must not be asked for either.
                 if step < max(place.gamma, purpose == Purpose.RESIDUAL):
@@ -58,7 +58,7 @@ class KernelWithUniforms(RoundSampler):
         return table
 
     def draw(self, logits, step, uniforms=None, first_slot=0):
-        table = np.zeros((len(self._places), self.width))
+        table = np.zeros((len(self._samplings), self.width))
         table[:, step] = self._table(1, [(step, Purpose.DRAFT)])[:, 0]
         return super().draw(logits, step, table, first_slot)
 

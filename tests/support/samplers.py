@@ -145,8 +145,8 @@ class NumpyRounds(NumpySampler):
         self.drafts = np.zeros((slots, width), np.int64)
         self._draft_vocab_size, self._given_uniforms, self._drew = draft_vocab_size, None, False
 
-    def begin(self, places):
-        super().begin(places)
+    def begin(self, slots):
+        super().begin(slots)
         self._drew = False
 
     def draw(self, logits, step, uniforms=None, first_slot=0):
@@ -155,14 +155,16 @@ class NumpyRounds(NumpySampler):
         self.drafts[: len(tokens), step] = tokens
         return tokens
 
-    def give(self, drafts, first_slot=0):
+    def set_drafts(self, drafts, first_slot=0):
         for b, tokens in enumerate(drafts):
             self.drafts[b, : len(tokens)] = tokens
 
     def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):
         self._given_uniforms = uniforms
         if not self._drew:
-            super().give([self.drafts[b, : p.gamma].tolist() for b, p in enumerate(self._places)])
+            super().set_drafts(
+                [self.drafts[b, : p.gamma].tolist() for b, p in enumerate(self._samplings)]
+            )
         if isinstance(draft_logits, np.ndarray):
             draft_logits = list(draft_logits.swapaxes(0, 1))
         return super().verify(logits, draft_logits, first_slot=first_slot)
@@ -179,7 +181,7 @@ class NumpyRounds(NumpySampler):
     def _uniform(self, place, step, purpose):
         if self._given_uniforms is None:
             return min(ONE, super()._uniform(place, step, purpose) * (1 + self.nudge))
-        given = self._given_uniforms[next(b for b, p in enumerate(self._places) if p is place)]
+        given = self._given_uniforms[next(b for b, p in enumerate(self._samplings) if p is place)]
         return float(given[-1 if purpose is Purpose.RESIDUAL else step])
 
 

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import export.graph
 from engines.bundle import build
-from engines.registry import find
+from engines.registry import find_backend
 from export import part
 from export.decoder import Decoder, Example
 from export.encoder import Encoder
@@ -214,7 +214,7 @@ class Workshop:
     ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`. measure: what its
         bits depend on, which takes seconds."""
-        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
+        form = {"form": "torch"} if find_backend(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
         measured = {"measure": True} if measure else {}
         with self._once("bundle", str(graphs), measured) as (folder, made):

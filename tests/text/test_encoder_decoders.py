@@ -256,7 +256,7 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> N
     _, bundle = bundle_of(workshop, name, measure=True, max_len=longest)
     assert read_bundle(bundle).invariance is not None
     engine = one_thread(bundle, 3)
-    assert engine.bits.of_gamma
+    assert engine.bits.independent_of_gamma
     same_for_every_gamma(engine, SOURCES[1])
 
 

@@ -16,7 +16,7 @@ from workshop import MAX_LEN, Workshop
 
 from export.checkpoint import find, same_encoder
 from runtime.backends import host
-from runtime.backends.engine import HeldRows
+from runtime.backends.engine import CachedRows
 from runtime.beam.text import beam_texts
 from runtime.files.manifest import read_bundle
 
@@ -73,7 +73,7 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     assert encoded[4:] == [7], "kept for the draft, which asks for it later"
     states = engine.decoder.target._states
     model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
-    slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
+    slot = engine.decoder.target.cached_rows.slot_with(SOURCES[3])  # the last to come
     want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
     np.testing.assert_allclose(states[slot], want, atol=1e-5)
     # In a beam search the draft has slots that the target has not.
@@ -90,16 +90,16 @@ def test_rows_of_another_source_are_not_used_again(
 ) -> None:
     """Control: rows that are taken for those of any source give another text."""
     if not looks:
-        real = HeldRows.common
+        real = CachedRows.common_prefix
 
-        def common(self: HeldRows, slot: int, text: list[int], _: object) -> int:
+        def common(self: CachedRows, slot: int, text: list[int], _: object) -> int:
             return real(self, slot, text, self._sources[slot])
 
-        def encoded(self: HeldRows, slot: int, source: list[int]) -> None:
+        def encoded(self: CachedRows, slot: int, source: list[int]) -> None:
             self._sources[slot] = tuple(source)
 
-        monkeypatch.setattr(HeldRows, "common", common)
-        monkeypatch.setattr(HeldRows, "encoded", encoded)
+        monkeypatch.setattr(CachedRows, "common_prefix", common)
+        monkeypatch.setattr(CachedRows, "set_source", encoded)
     engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
     for source in SOURCES[1:3]:
         result = engine.generate(prompt, greedy(source))
@@ -113,9 +113,9 @@ def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.Monke
     said = [expected(t5[0], source) for source in SOURCES]
     three = one_thread(t5[1], 3)
     assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
-    assert three.decoder.target.source_rows == MAX_LEN
+    assert three.decoder.target.source_row_count == MAX_LEN
     one, rows = one_thread(t5[1], 1), []
     for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
         assert texts(one, [greedy(source, 4)]) == [text]
-        rows.append(one.decoder.target.source_rows)
+        rows.append(one.decoder.target.source_row_count)
     assert rows == [MAX_LEN, 64, 16, 16]

@@ -169,7 +169,7 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop) -> None:
     bundle = workshop.bundle(target, workshop.checkpoint("whisper", blur=0.1), measure=True)
     assert read_bundle(bundle).invariance is not None
     engine = one_thread(bundle, 3)
-    if engine.bits.of_gamma:
+    if engine.bits.independent_of_gamma:
         same_for_every_gamma(engine, SOURCES[1])
 
 

@@ -78,7 +78,7 @@ class Times:
             return 0
         from runtime.backends.cuda import Cuda
 
-        return Cuda(0).memory()[0]
+        return Cuda(0).memory_info()[0]
 
     def _options(self, gamma: int, tokens: int) -> dict[str, Any]:
         return {"gamma": gamma, "max_new_tokens": min(tokens, self.room), "ignore_eos": True}

@@ -94,14 +94,14 @@ class ReplaySampler:
             token = int(drawn[0]) if drawn[0] != token else (token + 1) % self.vocab_size
         return np.array([token])
 
-    def stop(self, b: int, gamma: int) -> None:
+    def reduce_gamma(self, b: int, gamma: int) -> None:
         self._slot = replace(self._slot, gamma=gamma)
-        self.inner.stop(b, gamma)
+        self.inner.reduce_gamma(b, gamma)
 
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+    def set_drafts(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         if any(drafts):
             raise NotImplementedError("drafts whose tokens are not drawn one by one")
-        self.inner.give(drafts, first_slot)
+        self.inner.set_drafts(drafts, first_slot)
 
     def verify(
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0

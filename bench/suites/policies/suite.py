@@ -201,7 +201,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     return {
         "bundle": engine.manifest.name,
         "machine": machine.describe(threads),
-        "plain_width": engine.decoder.target.narrowest,
+        "plain_width": engine.decoder.target.min_width,
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.fallback_tokens,
