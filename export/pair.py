@@ -226,20 +226,22 @@ def _make_parts(
         else None
     )
     capacity = slot_rows(lengths["target"], options.max_gamma)
-    shares = "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
-    if shares:
+    same_encoders = (
+        "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
+    )
+    if same_encoders:
         note("target and draft have the same encoder, which runs once for both")
     return {
         role: part.make(
-            part.Wanted(
+            part.PartRequest(
                 role, model, options.dtype, lengths[role], capacity, options.max_gamma,
                 form=options.form,
                 weights=None if kinds[role] == "full" else cast(Weights, kinds[role]),
                 cache=options.cache_type,
                 text=text_ids,
                 bits=options.bits if role == "target" else None,
-                shares=shares and role == "draft",
-                states=RECURRENT_STATES in options.backend_runs,
+                shares_encoder=same_encoders and role == "draft",
+                backend_runs_states=RECURRENT_STATES in options.backend_runs,
             ),
             options.cache,
             options.force,

@@ -61,7 +61,7 @@ def test_float64_decides_where_layers_make_roundings_large(
 
     edit_weights(source, louder)
     with traced_once(), monkeypatch.context() as control:
-        control.setattr(part, "_exactly", lambda *_: None)
+        control.setattr(part, "_precise_reference", lambda *_: None)
         refused(source, "--max-len", str(MAX_LEN), kind="difference")
     with traced_once():
         pair = export_pair(str(source), None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 from workshop import Workshop
 
 from export.checkpoint import find
-from export.part import Wanted
+from export.part import PartRequest
 from export.weights import quantising, whole
 from export.weights.blocks import Rows, bits_a_weight, quantise8, quantise_rows
 from export.weights.costs import NoCosts, _of_rows, costs, dearest
@@ -92,9 +92,9 @@ def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
     quantise_model(model, 4, Texts(ids), most=least(model))
     table = model.get_input_embeddings()
     gradient = torch.randn(full.shape)
-    wanted = (gradient * (table(ids) - full)).sum(-1).square().sum()
+    request = (gradient * (table(ids) - full)).sum(-1).square().sum()
     found = _of_rows(gradient, ids, weight, table, table(ids))
-    assert found == pytest.approx(float(wanted), rel=1e-3)
+    assert found == pytest.approx(float(request), rel=1e-3)
 
 
 def test_what_there_is_room_for_goes_to_what_costs_the_most(
@@ -400,5 +400,5 @@ def test_where_the_next_matrix_has_8_bits_is_known() -> None:
 
 def test_other_bits_are_another_graph(workshop: Workshop) -> None:
     checkpoint = find(str(workshop.checkpoint("llama")))
-    wanted = Wanted("target", checkpoint, "float32", 64, 72, 4, weights="int4")
-    assert len({replace(wanted, bits=bits).key() for bits in (None, 5.0, 5.5)}) == 3
+    request = PartRequest("target", checkpoint, "float32", 64, 72, 4, weights="int4")
+    assert len({replace(request, bits=bits).key() for bits in (None, 5.0, 5.5)}) == 3

@@ -40,8 +40,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No graph is made: each MAX_LEN that one was asked for."""
     asked: list[int] = []
 
-    def make(wanted: part.Wanted, *_: object) -> None:
-        asked.append(wanted.max_len)
+    def make(request: part.PartRequest, *_: object) -> None:
+        asked.append(request.max_len)
         raise OutriderError("disk", "far enough", "Stop.")
 
     monkeypatch.setattr(part, "make", make)
@@ -154,7 +154,7 @@ def test_attention_that_the_graph_cannot_express() -> None:
 def test_what_torch_says_of_code_is_a_reason(said: str, reason: str) -> None:
     outer = RuntimeError("Failed to export the model")
     outer.__cause__ = AssertionError(said)
-    assert reason in part._reason(outer)
+    assert reason in part._innermost_reason(outer)
 
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])

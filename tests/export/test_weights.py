@@ -29,7 +29,7 @@ from export.checkpoint import find
 from export.decoder import NAME
 from export.encoder import arguments
 from export.loading import first_token, load
-from export.part import Wanted
+from export.part import PartRequest
 from export.weights import feedback, inputs, layers
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
 from export.weights.experts import are_experts
@@ -608,7 +608,7 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
     def make(weights: Weights, form: Format) -> None:
         feedback.load_rounding.cache_clear()
         checkpoint = find(str(CHECKOUT / "models" / "target"))
-        given = Wanted("target", checkpoint, "float32", 64, 72, 4, form, weights)
+        given = PartRequest("target", checkpoint, "float32", 64, 72, 4, form, weights)
         part.make(given, tmp_path)
 
     with pytest.raises(InterruptedError):
