@@ -235,7 +235,7 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
             value_shapes=_as_lists(shapes.values),
             max_difference=result.max_difference,
             tolerance=result.bound,
-            comparison=result.what,
+            comparison=result.summary,
             versions=versions(),
             files={path.name: file_facts(path) for path in sorted(partial.iterdir())},
             context=checkpoint.context,
@@ -417,14 +417,14 @@ def _compare(
             if error.kind != "backend" or request.dtype != "float32":
                 raise
             raise request.checkpoint.refused(f"its graph does not run: {error.cause}") from None
-        progress.note = result.what
+        progress.note = result.summary
         if result.max_difference is not None:
-            progress.note = f"largest difference {result.told()}{original.reference.remark}"
+            progress.note = f"largest difference {result.describe()}{original.reference.remark}"
     if not result.passed:
         raise OutriderError(
             "difference",
             f"the graph of {request.checkpoint.source} differs from the original by "
-            f"{result.told()}",
+            f"{result.describe()}",
             "Please report the architecture."
             if request.dtype == "float32"
             else "Build with DTYPE=float32; if that fails too, please report the architecture.",

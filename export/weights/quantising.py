@@ -34,9 +34,9 @@ class Quantising:
     """The quantisation of one model. Matrices of a packed checkpoint keep their levels if they can.
 
     role: "target" or "draft", as in progress lines. text: token ids to measure the quality on,
-    which are sources if there is an encoder; if None, the model generates them. shares: whether its
-    graph reads the states of the target's encoder. bits: maximum bits per weight of int4; None: as
-    many as with 8 for the output matrix and 4 for the others.
+    which are sources if there is an encoder; if None, the model generates them. shares_encoder:
+    whether its graph reads the states of the target's encoder. bits: maximum bits per weight of
+    int4; None: as many as with 8 for the output matrix and 4 for the others.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Quantising:
         weights: Weights,
         checkpoint: Checkpoint,
         text: Sequence[int] | None,
-        shares: bool,
+        shares_encoder: bool,
         bits: float | None = None,
     ):
         self.role, self.weights, self._checkpoint = role, weights, checkpoint
-        self._text, self._shares = text, shares
+        self._text, self._shares_encoder = text, shares_encoder
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
         # Bits per weight: at most; actually; and with 8 bits for one more matrix.
@@ -120,7 +120,7 @@ class Quantising:
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts are not quantised, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
-        self._read = [states_of(model, source) for source in read] if self._shares else read
+        self._read = [states_of(model, source) for source in read] if self._shares_encoder else read
         if half:  # for `again`, and for `measure` without an engine
             self._found, self._said = found, _put_away(self._say(model), folder)
 

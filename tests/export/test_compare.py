@@ -37,7 +37,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     assert not compare.compare(copy, rough, "float16").passed
     decided = compare.compare(copy, rough, "float16", lambda: exact)
     assert decided.passed
-    assert "from the original in float32" in decided.what
+    assert "from the original in float32" in decided.summary
     # Controls: it is not the rougher yardstick alone that passes, and another model does not.
     rounding = np.abs(rough.logits - exact.logits).max(-1).mean()
     assert decided.mean is not None and decided.mean[0] < 1.1 * rounding
@@ -145,7 +145,7 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
         return compare.compare(folder, far, "float32", rounded=rounded)
 
     assert found(10).passed == (positions == 3)
-    assert ("at 3 positions of a mixture" in found(10).told()) == (positions == 3)
+    assert ("at 3 positions of a mixture" in found(10).describe()) == (positions == 3)
     assert not found(10, mixture=False).passed
     assert not found(100).passed
     assert not found(10, at=step).passed and found(0.9, at=step).passed

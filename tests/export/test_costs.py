@@ -381,7 +381,7 @@ def test_a_target_far_from_its_model_is_told_what_loses_less(
         ("target", None, 0.5, 6.3, "BITS=6.3 or"), ("target", None, 0.5, 8.2, only),
         ("target", 6.0, 0.5, 5.4, None), ("draft", None, 0.5, 5.4, None),
     ):  # fmt: skip
-        quantising = Quantising(role, "int4", checkpoint, None, shares=False, bits=bits)
+        quantising = Quantising(role, "int4", checkpoint, None, shares_encoder=False, bits=bits)
         quantising._texts, quantising._each, quantising._next = Texts(ids), 5.34, more
         quantising._full = torch.randn(2, 9, 50)
         quantising._said = quantising._full + noise * torch.randn(2, 9, 50)

@@ -270,7 +270,7 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
     """But what an encoder reads is the text alone."""
     checkpoint = find(str(workshop.checkpoint(name)))
     model, text = load(checkpoint, torch.float32), list(range(50, 150))
-    step = Quantising("target", "int8", checkpoint, text, shares=False)
+    step = Quantising("target", "int8", checkpoint, text, shares_encoder=False)
     step._write(model, 40)
     texts = step._texts.ids if name == "llama" else step._texts.sources
     assert texts is not None
