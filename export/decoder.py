@@ -31,7 +31,12 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .functions import attention as own_attention
 from .functions import recurrence
-from .functions.carrying import Carrying, Given, UnsupportedArchitecture, ours
+from .functions.stateful_layers import (
+    RecurrenceInputs,
+    StateCache,
+    UnsupportedArchitecture,
+    patched_layers,
+)
 from .weights.experts import experts
 
 NAME = "outrider"
@@ -145,7 +150,7 @@ AttentionMaskInterface.register(NAME, _mask)
 ExpertsInterface.register(NAME, experts)
 
 
-class SlotCache(Carrying):
+class SlotCache(StateCache):
     """The slots as Transformers' `past_key_values`: new rows are scattered to `position`. If a
     layer passes rows of another size than the slot's (latents), the keys and values that its
     attention receives are written instead."""
@@ -173,16 +178,16 @@ class SlotCache(Carrying):
         return key, value
 
     def _convolve(
-        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, state_index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        slot = self.states[state]
-        said, self.states[state] = recurrence.convolve(x, weight, bias, slot, self.position)
-        return said
+        slot = self.states[state_index]
+        output, self.states[state_index] = recurrence.convolve(x, weight, bias, slot, self.position)
+        return output
 
-    def _recur(self, state: int, given: Given) -> torch.Tensor:
-        slot = self.states[state]
-        said, self.states[state] = recurrence.recur(*given, slot, self.position)
-        return said
+    def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
+        slot = self.states[state_index]
+        output, self.states[state_index] = recurrence.recur(*inputs, slot, self.position)
+        return output
 
     def _write(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -222,7 +227,7 @@ def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
     return [(rows.shape[1], rows.shape[3]) for rows in (key, value)]
 
 
-class Stored(Carrying):
+class Stored(StateCache):
     """An empty cache that records what each layer stores, or what its attention receives if that
     has another width."""
 
@@ -242,22 +247,22 @@ class Stored(Carrying):
         return key, value
 
     def _convolve(
-        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, state_index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         (batch, channels, _), taps = x.shape, weight.shape[1]
-        self.states[state], self.reach = (1, channels), max(self.reach, taps - 1, 1)
+        self.states[state_index], self.reach = (1, channels), max(self.reach, taps - 1, 1)
         return recurrence.convolve(x, weight, bias, *_empty(x, batch, 1, taps, channels))[0]
 
-    def _recur(self, state: int, given: Given) -> torch.Tensor:
-        query, key, value, decay, beta = given
+    def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
+        query, key, value, decay, beta = inputs
         batch, _, heads, width = value.shape
         row = query.shape[3] * width
-        self.states[state], self.reach = (heads, row), max(self.reach, 1)
+        self.states[state_index], self.reach = (heads, row), max(self.reach, 1)
         # In float32 also for a half-precision model, which is refused later on.
         wide = query.float(), key.float(), value.float(), decay.float()
         beta = None if beta is None else beta.float()
-        said, _ = recurrence.recur(*wide, beta, *_empty(wide[2], batch, heads, 1, row))
-        return said.to(value.dtype)
+        output, _ = recurrence.recur(*wide, beta, *_empty(wide[2], batch, heads, 1, row))
+        return output.to(value.dtype)
 
     def _attended(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -313,7 +318,7 @@ class Decoder(torch.nn.Module):
         if self.max_positions is not None:
             # Drafted rows beyond the table are never read, but the look-up must stay within it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        with asked_rows(self.model, logits_index), ours(self.model):
+        with asked_rows(self.model, logits_index), patched_layers(self.model):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,

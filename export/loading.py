@@ -29,7 +29,7 @@ from .checkpoint import Checkpoint
 from .decoder import NAME, Stored, traced_layers
 from .encoder import Caches, example_source, reading
 from .formats.packed import Lazy
-from .functions.carrying import UnsupportedArchitecture, ours
+from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
@@ -257,7 +257,7 @@ class CacheShapes:
 def carries(model: PreTrainedModel) -> bool:
     """Whether its layers carry a recurrent state; False if it does not run with our cache."""
     cache = Stored()
-    with torch.no_grad(), ours(model), suppress(Exception):
+    with torch.no_grad(), patched_layers(model), suppress(Exception):
         model(input_ids=torch.tensor([[0, 1]]), past_key_values=cache, use_cache=True)
     return bool(cache.states)
 
@@ -289,7 +289,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
             config._experts_implementation = NAME
     traced_layers.clear()
     try:
-        with torch.no_grad(), ours(model):
+        with torch.no_grad(), patched_layers(model):
             said = model(**inputs, use_cache=True)
         text.check()
     except UnsupportedArchitecture as error:

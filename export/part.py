@@ -42,7 +42,7 @@ from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes
 from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
-from .functions.carrying import UnsupportedArchitecture
+from .functions.stateful_layers import UnsupportedArchitecture
 from .host.checked import write_checked
 from .loading import CacheShapes, cache_shapes, carries, give_back, learned_positions, load
 from .weights import quality
