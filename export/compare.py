@@ -26,8 +26,8 @@ from runtime.files.manifest import (
 )
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
-from .encoder import STATES, arguments, states_of
-from .loading import first_token, width
+from .encoder import STATES, arguments, encoder_states
+from .loading import first_token, logits_width
 from .weights.experts import are_experts
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred rounding errors.
@@ -104,7 +104,7 @@ def reference(
     features: the features that its encoder reads, if it does not read text. shares_encoder: whether
     the graph reads the output of an encoder.
     """
-    config, vocab_size = model.config.get_text_config(decoder=True), width(model)
+    config, vocab_size = model.config.get_text_config(decoder=True), logits_width(model)
     window = getattr(config, "sliding_window", None) or 0
     length = 40 if not window or 2 * window + 8 > _MAX_TOKENS else max(40, 2 * window + 8)
     # Include distances beyond the farthest that has its own bias.
@@ -131,7 +131,7 @@ def reference(
     source_tensors = [torch.from_numpy(source) for source in sources]
     computed = logits(model, torch.from_numpy(ids), source_tensors)
     if shares_encoder:
-        sources = tuple(states_of(model, source).float().numpy() for source in source_tensors)
+        sources = tuple(encoder_states(model, source).float().numpy() for source in source_tensors)
     mixture = any(are_experts(module) for module in model.modules())
     return Reference(ids, computed.float().numpy(), remark, sources, mixture)
 

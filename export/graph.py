@@ -50,7 +50,7 @@ def trace(module: torch.nn.Module, example: Example) -> ir.Model:
             optimize=False,
             verbose=False,
             opset_version=OPSET,
-            dynamic_shapes=example.open_sizes,
+            dynamic_shapes=example.dynamic_shapes,
             input_names=example.inputs,
             output_names=example.outputs,
         )

@@ -44,7 +44,14 @@ from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
 from .functions.stateful_layers import UnsupportedArchitecture
 from .host.checked import write_checked
-from .loading import CacheShapes, cache_shapes, carries, give_back, learned_positions, load
+from .loading import (
+    CacheShapes,
+    cache_shapes,
+    has_recurrent_state,
+    learned_positions,
+    load,
+    release_memory,
+)
 from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.experts import QuantisedExperts, are_experts
@@ -204,7 +211,7 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
         )
     with write_folder(folder, PART_FILE) as partial:
         original = _write_graphs(request, quantising, partial)
-        give_back()  # the comparison loads the weights again
+        release_memory()  # the comparison loads the weights again
         exact = _precise_reference(request, quantising, original.exact)
         result = _compare(request, original, exact, partial)
         if request.has_host_graph:
@@ -262,7 +269,7 @@ def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: P
             progress.note += f", {checkpoint.packed}" + (
                 "" if as_stored else f", made {request.dtype}"
             )
-        if not request.supports_states and carries(model):
+        if not request.supports_states and has_recurrent_state(model):
             raise _states_unsupported(request)
     if quantising:
         quantising.quantise(model, request.max_len, folder)
@@ -282,7 +289,7 @@ def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: P
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*arguments)
         shapes = cache_shapes(model, checkpoint)
-        if shapes.carried and not request.supports_states:
+        if shapes.state_shapes and not request.supports_states:
             raise _states_unsupported(request)
     traced = _trace(request, model, shapes)
     if request.form == "onnx":  # compilers of torch's graphs simplify them themselves
@@ -305,7 +312,7 @@ def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) ->
         positions = learned_positions(model, checkpoint)
         rows = program.EXAMPLE_ROWS if request.form == "torch" else request.capacity
         text_example = example(
-            shapes.keys, shapes.values, rows, request.torch_dtype, shapes.carried,
+            shapes.keys, shapes.values, rows, request.torch_dtype, shapes.state_shapes,
             _state_rows(request, shapes),
         )  # fmt: skip
         source = shapes.source_keys, shapes.source_values
@@ -313,7 +320,9 @@ def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) ->
             if not checkpoint.has_encoder:
                 return [request.format_module.trace(Decoder(model, positions).eval(), text_example)]
             decoder_example = example_decoder(text_example, *source)
-            states = torch.zeros(1, shapes.source_rows or 3, shapes.states, dtype=model.dtype)
+            states = torch.zeros(
+                1, shapes.source_rows or 3, shapes.encoder_width, dtype=model.dtype
+            )
             encoder_example = example_encoder(
                 *source, checkpoint.features, states if request.shares_encoder else None
             )
@@ -339,7 +348,7 @@ def _encoder_facts(request: PartRequest, shapes: CacheShapes) -> EncoderFacts | 
     if not request.checkpoint.has_encoder:
         return None
     sides = _as_lists(shapes.source_keys), _as_lists(shapes.source_values)
-    shared = shapes.states if request.shares_encoder else None
+    shared = shapes.encoder_width if request.shares_encoder else None
     return EncoderFacts(*sides, request.checkpoint.features, shapes.source_rows, shared)
 
 
@@ -370,9 +379,9 @@ def _state_rows(request: PartRequest, shapes: CacheShapes) -> int:
 
 
 def _state_facts(request: PartRequest, shapes: CacheShapes) -> StateFacts | None:
-    if not shapes.carried:
+    if not shapes.state_shapes:
         return None
-    return StateFacts(_as_lists(shapes.carried), _state_rows(request, shapes), shapes.reach)
+    return StateFacts(_as_lists(shapes.state_shapes), _state_rows(request, shapes), shapes.reach)
 
 
 def _as_lists(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:

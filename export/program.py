@@ -37,7 +37,7 @@ class _InPlace(torch.nn.Module):
 def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedProgram:
     """As `graph.trace`. Inputs are in the contract's order, all keys before all values; a `Decoder`
     has one output."""
-    sizes = example.open_sizes
+    sizes = example.dynamic_shapes
     if isinstance(module, Decoder):
         module, sizes = _InPlace(module), (sizes,)
     with torch.no_grad(), quiet():

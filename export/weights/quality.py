@@ -14,8 +14,8 @@ from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import Quality, Weights
 
-from ..encoder import reading
-from ..loading import first_token, width
+from ..encoder import source_arguments
+from ..loading import first_token, logits_width
 from .layers import rounding_as_stored
 
 # Nats of mean KL. Rounding costs the bundled pair some 0.0001 with int8, 0.001 with fp8 and 0.001
@@ -60,7 +60,7 @@ def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) 
     if not model.config.is_encoder_decoder:
         return Texts(sample(model, texts, length, said=said))
     random = torch.Generator().manual_seed(0)
-    noise = torch.randint(width(model), (texts, length), generator=random)
+    noise = torch.randint(logits_width(model), (texts, length), generator=random)
     sources = sample(model, texts, length, sources=noise, said=said)
     return Texts(sample(model, texts, length, sources=sources, seed=1, said=said), sources)
 
@@ -102,12 +102,12 @@ def sample(
     if sources is not None:
         name = "decoder_input_ids"
         with torch.inference_mode():
-            inputs = {"encoder_outputs": model.get_encoder()(**reading(model, sources))}
+            inputs = {"encoder_outputs": model.get_encoder()(**source_arguments(model, sources))}
     ids = torch.empty(texts, length, dtype=torch.int64)
     if first is not None:
         ids[:, 0] = first
     else:
-        ids[:, 0] = torch.randint(width(model), (texts,), generator=random)
+        ids[:, 0] = torch.randint(logits_width(model), (texts,), generator=random)
     cache = None
     with torch.inference_mode(), rounding_as_stored():  # any text of similar probability will do
         for i in range(1, length):

@@ -17,8 +17,8 @@ from runtime.files.progress import note, stage
 
 from .. import compare
 from ..checkpoint import Checkpoint
-from ..encoder import example_source, states_of
-from ..loading import first_token, give_back
+from ..encoder import encoder_states, example_source
+from ..loading import first_token, release_memory
 from . import quality
 from .blocks import Bits, Quantised, Rows, bits_a_weight
 from .costs import NoCosts
@@ -80,7 +80,7 @@ class Quantising:
             reason = f"it does not generate with a KV cache ({first_line(error)})"
             raise self._checkpoint.refused(reason) from None
         self._full = _put_away(self._say(model), folder)
-        give_back()
+        release_memory()
         with stage(self.role, f"quantise, {self.weights}") as said:
             # Half precision is for TensorRT, which makes a dense copy of 8-bit blocks.
             rows: Rows | None = None
@@ -106,7 +106,7 @@ class Quantising:
                     f"Check the weights, or build with {self._option}=full.",
                 ) from None
             widen(model)
-            give_back()
+            release_memory()
             size = sum(weight.size for weight in found.values())
             self._each = bits_a_weight(found.values())
             self._next = _with_one_more(found.values())
@@ -120,7 +120,9 @@ class Quantising:
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts are not quantised, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
-        self._read = [states_of(model, source) for source in read] if self._shares_encoder else read
+        self._read = (
+            [encoder_states(model, source) for source in read] if self._shares_encoder else read
+        )
         if half:  # for `again`, and for `measure` without an engine
             self._found, self._said = found, _put_away(self._say(model), folder)
 

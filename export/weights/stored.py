@@ -17,9 +17,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
-from ..decoder import NAME
+from ..decoder import IMPLEMENTATION
 from ..formats.packed import Lazy
-from ..loading import give_back, read, ready
+from ..loading import prepare, read_weights, release_memory
 from .experts import are_experts
 from .layers import Table
 
@@ -38,21 +38,21 @@ def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
     checkpoint packs or stores in 16 bits. Raises as `load`."""
     stored, held = _stored(checkpoint)
     with _made(stored, held) if stored else nullcontext():
-        model = read(checkpoint, torch.float32, _kept)
-    give_back()  # memory used for unpacking
+        model = read_weights(checkpoint, torch.float32, _kept)
+    release_memory()  # memory used for unpacking
     if stored is None:
-        return ready(model, checkpoint)
+        return prepare(model, checkpoint)
     tables: dict[int, Table] = {}  # one for tied matrices
     for module in model.modules():
         if are_experts(module):
             experts: Any = module
-            experts.config._experts_implementation = NAME  # which widens them one by one
+            experts.config._experts_implementation = IMPLEMENTATION  # which widens them one by one
             continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.dtype == stored:
                 table = tables.setdefault(id(weight), _table(weight, weight.shape))
                 module._parameters[name] = torch.nn.Parameter(table, requires_grad=False)
-    return ready(model, checkpoint)
+    return prepare(model, checkpoint)
 
 
 def _kept(tensor: Lazy) -> Lazy:

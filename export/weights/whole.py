@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..decoder import NAME
+from ..decoder import IMPLEMENTATION
 from ..encoder import arguments
 from .blocks import BLOCK, Bits, Quantised, Rows, bytes_of, quantise8, quantise_rows, recover
 from .costs import NoCosts, costs, dearest
@@ -200,7 +200,7 @@ def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     experts = len(getattr(module, child))
     delattr(module, child)
     setattr(module, child, QuantisedExperts(weight, experts))
-    module.config._experts_implementation = NAME  # no other one can multiply by it
+    module.config._experts_implementation = IMPLEMENTATION  # no other one can multiply by it
 
 
 def _ends(model: PreTrainedModel, places: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from engines import aotinductor
 from engines.bundle import build, runs
 from engines.registry import BACKENDS
 from export.checkpoint import find, same_encoder
-from export.encoder import _number
+from export.encoder import _number_positions
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import ENCODER_DECODERS
 
@@ -65,7 +65,8 @@ def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
         parts = torch.tensor([[5, 0, 6, 7]]).split(widths, dim=1)
         begins = torch.tensor([sum(widths[:i]) for i in range(len(widths))])
         found = [
-            _number(None, None, x, 0, b[None, None]) for x, b in zip(parts, begins, strict=True)
+            _number_positions(None, None, x, 0, b[None, None])
+            for x, b in zip(parts, begins, strict=True)
         ]
         return torch.cat(found, dim=1)[0].tolist()
 

@@ -26,7 +26,7 @@ from workshop import Workshop
 
 from export import part
 from export.checkpoint import find
-from export.decoder import NAME
+from export.decoder import IMPLEMENTATION
 from export.encoder import arguments
 from export.loading import first_token, load
 from export.part import PartRequest
@@ -382,7 +382,7 @@ def test_experts_that_are_asked_alone_say_what_all_of_them_do(architecture: str)
         full = model(input_ids=ids).logits
         for module in model.modules():
             if are_experts(module):
-                module.config._experts_implementation = NAME
+                module.config._experts_implementation = IMPLEMENTATION
                 module.down_proj.data = module.down_proj.bfloat16()
         narrow = model(input_ids=ids).logits
         quantise_model(model, 8)
