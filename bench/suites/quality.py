@@ -88,7 +88,7 @@ def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Ite
     for name, each, most in kinds + [(f"int4, BITS={most:g}", 4, most) for most in bits]:
         clock.note(name)
         model = load(find(str(checkpoint)), torch.float32)
-        found = quantise_model(model, each, written, most=most)
+        found = quantise_model(model, each, written, max_bits=most)
         yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
         del model
 

@@ -166,22 +166,22 @@ class QuantisedTable(torch.nn.Embedding):
         return dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
 
 
-def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
+def replace_weight(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     """Replace the weight of the linear layer or embedding at this path, dense or quantised, by this
     one. An embedding keeps its class; its table is dequantised on access.
     """
     module: Any = model.get_submodule(path)
-    again = isinstance(module, QuantisedLinear | QuantisedTable)
-    dtype = module.scales.dtype if again else module.weight.dtype
+    is_quantised = isinstance(module, QuantisedLinear | QuantisedTable)
+    dtype = module.scales.dtype if is_quantised else module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
-        if not again:
+        if not is_quantised:
             del module._parameters["weight"]
             module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
             module.dtype = dtype
         module.register_buffer("levels", _levels(weight))
         module.register_buffer("scales", torch.from_numpy(weight.scales))
         return
-    assert again or isinstance(module, torch.nn.Linear | Conv1D)
+    assert is_quantised or isinstance(module, torch.nn.Linear | Conv1D)
     parent, _, child = path.rpartition(".")
     layer = QuantisedLinear(weight, module.bias, dtype)
     setattr(model.get_submodule(parent), child, layer.train(False))

@@ -26,10 +26,10 @@ BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 SOUNDS = 4  # audio inputs to measure on: each takes an encoder half a minute
 _ROWS = 16  # rows of logits to copy to float64 at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Said = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def silent(said: str) -> None:
+def silent(message: str) -> None:
     """Ignore progress messages."""
 
 
@@ -54,25 +54,25 @@ class Texts:
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
-def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) -> Texts:
+def write(model: PreTrainedModel, texts: int, length: int, report: Report = silent) -> Texts:
     """Generate texts by a model that does not read audio. An encoder-decoder generates sources
     first, from random tokens as their sources."""
     if not model.config.is_encoder_decoder:
-        return Texts(sample(model, texts, length, said=said))
+        return Texts(sample(model, texts, length, report=report))
     random = torch.Generator().manual_seed(0)
     noise = torch.randint(logits_width(model), (texts, length), generator=random)
-    sources = sample(model, texts, length, sources=noise, said=said)
-    return Texts(sample(model, texts, length, sources=sources, seed=1, said=said), sources)
+    sources = sample(model, texts, length, sources=noise, report=report)
+    return Texts(sample(model, texts, length, sources=sources, seed=1, report=report), sources)
 
 
 def write_about(
-    model: PreTrainedModel, sources: torch.Tensor, length: int, said: Said = silent
+    model: PreTrainedModel, sources: torch.Tensor, length: int, report: Report = silent
 ) -> Texts:
     """Generate a text for each of these sources. Audio is processed one by one, as a large model
     caches hundreds of megabytes for each."""
     together = len(sources) if not sources.is_floating_point() else 1
     parts = [
-        sample(model, len(part), length, seed, part, said)
+        sample(model, len(part), length, seed, part, report)
         for seed, part in enumerate(torch.split(sources, together))
     ]
     return Texts(torch.cat(parts), sources)
@@ -90,7 +90,7 @@ def sample(
     length: int,
     seed: int = 0,
     sources: torch.Tensor | None = None,  # one per text, if there is an encoder
-    said: Said = silent,  # receives progress messages
+    report: Report = silent,  # receives progress messages
 ) -> torch.Tensor:
     """Sample texts from the model at temperature 1: token ids int64 [texts, length].
 
@@ -111,7 +111,7 @@ def sample(
     cache = None
     with torch.inference_mode(), rounding_as_stored():  # any text of similar probability will do
         for i in range(1, length):
-            said(f"token {i + 1} of {length}")
+            report(f"token {i + 1} of {length}")
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
             output = model(**inputs, **last, use_cache=True)
             cache = output.past_key_values

@@ -23,7 +23,7 @@ from . import quality
 from .blocks import Bits, Quantised, Rows, bits_a_weight
 from .costs import NoCosts
 from .stored import widen
-from .whole import expert_weights, least, quantise_model, requantise
+from .whole import expert_weights, minimum_bits, quantise_model, requantise
 
 # Texts that the model generates: to choose levels by, and others, of half the length, to measure
 # on. Many short ones, as a step of all of them reads the weights once.
@@ -62,7 +62,7 @@ class Quantising:
         """Quantise the model, in place. context: maximum number of tokens of a text. folder: for
         temporary files with the logits to compare. Raises OutriderError "checkpoint",
         "architecture", and "option" if BITS is too small."""
-        if self._most is not None and self._most < (needed := least(model)) - 0.005:
+        if self._most is not None and self._most < (needed := minimum_bits(model)) - 0.005:
             raise OutriderError(
                 "option",
                 f"4-bit weights of {self._checkpoint.source} take {needed:.2f} bits each, scales "
@@ -91,7 +91,7 @@ class Quantising:
                 tell = partial(setattr, said, "phase")
                 found = quantise_model(
                     model, self._bits, written, keep=bool(self._checkpoint.packed), rows=rows,
-                    said=tell, most=self._most, chose_not=self._chose_not,
+                    report=tell, max_bits=self._most, report_unranked=self._chose_not,
                 )  # fmt: skip
             except NoCosts as error:
                 raise OutriderError(

@@ -216,7 +216,7 @@ def test_products_of_one_input_are_one_node_whatever_their_bits(
     def chosen(costs: dict[str, float], *_: Any) -> list[str]:
         return [name for name in costs if any(part in name for part in eight)]
 
-    monkeypatch.setattr(whole, "dearest", chosen)
+    monkeypatch.setattr(whole, "choose_costliest", chosen)
     write(tmp_path / "model", name, **options)
     with traced_once():
         export_pair(

@@ -286,7 +286,7 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
 def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
     model = _model()
     heard: list[str] = []
-    ids = sample(model, 4, 24, said=heard.append)
+    ids = sample(model, 4, 24, report=heard.append)
     assert ids.shape == (4, 24) and (ids == sample(model, 4, 24)).all()
     assert len(heard) == 23 and heard[0] == "token 2 of 24" and heard[-1] == "token 24 of 24"
     assert (ids[:, 0] == 0).all() and (ids != sample(model, 4, 24, seed=1)).any()
