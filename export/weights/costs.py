@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from runtime.files.errors import first_line
 
 from ..encoder import arguments
-from .blocks import AT_ONCE, row_slices
+from .blocks import LARGE_SLICE, row_slices
 from .layers import QuantisedTable, dense
 from .quality import Texts
 
@@ -122,7 +122,7 @@ def _product_cost(
     """The sum of the squares for inputs x [.., K] and gradients [.., N]."""
     gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
     total, (rows, columns) = 0.0, weight.shape
-    for here in row_slices(rows, columns, AT_ONCE):
+    for here in row_slices(rows, columns, LARGE_SLICE):
         error = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
         total += float((gradient[:, here] * (x @ error.T)).square().sum())
     return total

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import AT_ONCE, BLOCK, Bits, Quantised, recover, row_slices, sharing
+from .blocks import BLOCK, LARGE_SLICE, Bits, Quantised, recover, row_slices, scale_width
 from .experts import PRODUCT as EXPERTS
 from .layers import PRODUCT, TABLE
 
@@ -54,7 +54,7 @@ def dense_tables(model: ir.Model) -> None:
         make = partial(_dense_rows, levels, scales, table.dtype)
         rows, columns = levels.shape.numpy()
         shape, name = ir.Shape([rows, columns]), f"{levels.name}.dense"
-        lazy = InPieces(make, table.dtype, shape, name, AT_ONCE // columns)
+        lazy = InPieces(make, table.dtype, shape, name, LARGE_SLICE // columns)
         ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
 
@@ -93,7 +93,7 @@ def _dequantise(
     assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
     (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
     dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
-    if sharing(columns, several) == BLOCK:
+    if scale_width(columns, several) == BLOCK:
         weights = [
             _turned(model, levels, dtype, experts),
             _turned(model, scales, scales.dtype, experts),
@@ -261,7 +261,7 @@ def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.V
     _, columns = stored.sizes
     panels, blocks = stored.panels, -(-columns // BLOCK)
     # For experts all at once, as every piece would transpose all of them.
-    at_once = panels if stored.experts else AT_ONCE // (columns * PANEL)
+    at_once = panels if stored.experts else LARGE_SLICE // (columns * PANEL)
 
     def make(here: slice, pack: Callable[[Quantised], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         begin, end, _ = here.indices(panels)

@@ -20,7 +20,7 @@ from ..checkpoint import Checkpoint
 from ..encoder import encoder_states, example_source
 from ..loading import first_token, release_memory
 from . import quality
-from .blocks import Bits, Quantised, Rows, bits_a_weight
+from .blocks import Bits, Quantised, Rows, bits_per_weight
 from .costs import NoCosts
 from .stored import widen
 from .whole import expert_weights, minimum_bits, quantise_model, requantise
@@ -108,7 +108,7 @@ class Quantising:
             widen(model)
             release_memory()
             size = sum(weight.size for weight in found.values())
-            self._each = bits_a_weight(found.values())
+            self._each = bits_per_weight(found.values())
             self._next = _with_one_more(found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
             said.note += f", {self._each:.2f} bits per weight"
@@ -190,7 +190,7 @@ def _with_one_more(weights: Collection[Quantised]) -> float:
     """Bits per weight if the smallest 4-bit matrix had 8 bits."""
     four = [weight.levels.size for weight in weights if weight.bits == 4]
     numbers = sum(weight.levels.size for weight in weights)
-    return bits_a_weight(weights) + 4 * min(four, default=0) / numbers
+    return bits_per_weight(weights) + 4 * min(four, default=0) / numbers
 
 
 def _put_away(tensor: torch.Tensor, folder: Path) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..decoder import IMPLEMENTATION
 from ..encoder import arguments
-from .blocks import BLOCK, Bits, Quantised, Rows, bytes_of, quantise8, quantise_rows, recover
+from .blocks import BLOCK, Bits, Quantised, Rows, quantise8, quantise_rows, recover, size_in_bytes
 from .costs import NoCosts, choose_costliest, costs
 from .experts import QuantisedExperts, are_experts
 from .feedback import factor, quantise4
@@ -179,13 +179,13 @@ def _extra_bytes(weight: Quantised, rows: Rows | None) -> int:
     are none."""
     count, columns = weight.levels.shape
     width = columns if rows and columns > BLOCK else BLOCK
-    return max(1, bytes_of(count, columns, 8, width) - weight.size)
+    return max(1, size_in_bytes(count, columns, 8, width) - weight.size)
 
 
 def minimum_bits(model: PreTrainedModel) -> float:
     """Bits per weight if all matrices have 4: half a bit more for scales, plus padding."""
     shapes = [_matrix(model, path).shape for path, *_ in _module_paths(model).values()]
-    size = sum(bytes_of(rows, columns, 4) for rows, columns in shapes)
+    size = sum(size_in_bytes(rows, columns, 4) for rows, columns in shapes)
     return 8 * size / sum(shape.numel() for shape in shapes)
 
 

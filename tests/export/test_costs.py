@@ -16,7 +16,7 @@ from workshop import Workshop
 from export.checkpoint import find
 from export.part import PartRequest
 from export.weights import quantising, whole
-from export.weights.blocks import Rows, bits_a_weight, quantise8, quantise_rows
+from export.weights.blocks import Rows, bits_per_weight, quantise8, quantise_rows
 from export.weights.costs import NoCosts, _row_cost, choose_costliest, costs
 from export.weights.feedback import factor, quantise4
 from export.weights.layers import Table, _Product
@@ -44,7 +44,7 @@ def test_costs_are_the_divergence_that_there_is(
 ) -> None:
     """All of them together, what goes with the dearest, and what goes with the output matrix, which
     is the embedding too. Who forgets a factor of 2 fails, or half of a matrix."""
-    monkeypatch.setattr("export.weights.costs.AT_ONCE", 5000)
+    monkeypatch.setattr("export.weights.costs.LARGE_SLICE", 5000)
     model, dense = trained(), trained()
     found = quantise_model(model, 4, texts, max_bits=minimum_bits(model))
     assert {weight.bits for weight in found.values()} == {4}
@@ -111,10 +111,10 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
         monkeypatch.setattr(whole, "costs", signed)
         model = trained()
         found = quantise_model(model, 4, texts, max_bits=room)
-        assert room - 0.05 < bits_a_weight(found.values()) <= room
+        assert room - 0.05 < bits_per_weight(found.values()) <= room
         held.append(_kl(model, texts))
     model = trained()
-    assert bits_a_weight(
+    assert bits_per_weight(
         quantise_model(model, 4, texts, max_bits=room - 0.2).values()
     ) == pytest.approx(room - 0.2)
     none = _kl(model, texts)
@@ -148,7 +148,7 @@ def test_models_of_all_kinds_have_costs(name: str) -> None:
     texts = Texts(ids, ids if config.is_encoder_decoder else None)
     found = quantise_model(model, 4, texts, max_bits=7.9)
     eight = {path for path, weight in found.items() if weight.bits == 8}
-    assert 7 < bits_a_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
+    assert 7 < bits_per_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
     assert not any(path.endswith("experts.down_proj") for path in eight)
     sides = ["encoder", "decoder"] if config.is_encoder_decoder else ["layers", "h."]
     assert any(any(side in path for side in sides) for path in eight)
@@ -183,7 +183,7 @@ def test_in_half_precision_8_bits_are_rows_and_biases_stay(name: str) -> None:
     ids = torch.randint(1, 200, (4, 12))
     before = model(input_ids=ids).logits
     found = quantise_model(model, 4, Texts(ids), rows="int8", max_bits=7.5)
-    assert 7 < bits_a_weight(found.values()) <= 7.5
+    assert 7 < bits_per_weight(found.values()) <= 7.5
     for weight in found.values():
         assert (weight.scales.shape[1] == 1) == (weight.bits == 8)
     dense = torch.randn(20, 70)
@@ -207,7 +207,7 @@ def test_rows_that_fill_no_blocks_take_more() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     bits = minimum_bits(model)
     found = quantise_model(model, 4, Texts(torch.randint(1, 99, (2, 9))), max_bits=bits)
-    assert 4.5 < bits == pytest.approx(bits_a_weight(found.values()))
+    assert 4.5 < bits == pytest.approx(bits_per_weight(found.values()))
 
 
 def test_a_gradient_goes_through_what_is_made_for_it() -> None:
@@ -296,7 +296,7 @@ def test_rows_of_few_numbers_take_what_they_take(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=torch.float16).eval()
     texts = Texts(torch.randint(1, 200, (4, 12)))
-    assert bits_a_weight(quantise_model(model, 4, texts, rows="int8", max_bits=6).values()) <= 6
+    assert bits_per_weight(quantise_model(model, 4, texts, rows="int8", max_bits=6).values()) <= 6
 
 
 def test_nothing_is_asked_where_there_is_no_choice(
@@ -396,8 +396,8 @@ def test_where_the_next_matrix_has_8_bits_is_known() -> None:
     small, large, eight = (torch.randn(rows, 64) for rows in (8, 32, 16))
     found = [quantise4(large), quantise4(small), quantise8(eight)]
     more = [quantise4(large), quantise8(small), quantise8(eight)]
-    assert quantising._with_one_more(found) == pytest.approx(bits_a_weight(more))
-    assert quantising._with_one_more(more[1:]) == bits_a_weight(more[1:])
+    assert quantising._with_one_more(found) == pytest.approx(bits_per_weight(more))
+    assert quantising._with_one_more(more[1:]) == bits_per_weight(more[1:])
 
 
 def test_other_bits_are_another_graph(workshop: Workshop) -> None:

@@ -114,7 +114,7 @@ def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
     monkeypatch.setattr(quantising, "quantise_model", counted)
     made = []
     for half, at_once in zip(halves, (1, 1 << 22), strict=True):
-        monkeypatch.setattr(operators, "AT_ONCE", at_once)
+        monkeypatch.setattr(operators, "LARGE_SLICE", at_once)
         options = {"max_len": MAX_LEN, "weights": "int8", "cache": half.parent / "cache"}
         with traced_once():
             pair = export_pair(str(half), None, half.parent / "out", **options)

@@ -34,7 +34,7 @@ from export.weights import feedback, inputs, layers
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
 from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
-from export.weights.inputs import _attention_got
+from export.weights.inputs import _received_attention
 from export.weights.layers import Table, in_double, rounding_as_stored
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.quantising import Quantising
@@ -507,10 +507,10 @@ def test_a_token_counts_for_what_attends_as_much_as_it_is_attended_to(
 def test_what_is_no_attention_is_not_taken_for_it() -> None:
     """Layers with a state give that back in its place."""
     attention = torch.rand(2, 3, 5, 4).softmax(-1)
-    got = _attention_got((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
+    got = _received_attention((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
     torch.testing.assert_close(got, attention.sum((1, 2)).flatten())
     for state in (-attention, 2 * attention, attention * torch.nan, attention[0], None):
-        assert _attention_got((torch.zeros(2, 5, 8), state)) is None
+        assert _received_attention((torch.zeros(2, 5, 8), state)) is None
 
 
 # float32 holds no square of 1e20, and of 1e19 no sum of squares.
@@ -640,7 +640,7 @@ def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
 ) -> None:
     """For one token and many; and no more than a piece is ever dense."""
-    monkeypatch.setattr(layers, "_PIECE", 90 * 48)  # 80 rows, as a multiple of 16
+    monkeypatch.setattr(layers, "_PIECE_SIZE", 90 * 48)  # 80 rows, as a multiple of 16
     weight = torch.from_numpy(_random(rows, 48))
     made: list[int] = []
 
