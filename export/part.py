@@ -401,7 +401,7 @@ def _precise_reference(
     def reference() -> compare.Reference:
         model = load(request.checkpoint, torch.float32)
         if quantising:
-            quantising.again(model)
+            quantising.requantise(model)
         if request.dtype == "float32":
             model = model.double()
             model.config._experts_implementation = "eager"  # grouped products lack float64

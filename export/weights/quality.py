@@ -23,7 +23,7 @@ from .layers import rounding_as_stored
 # to 0.2 with int4. Far beyond these values the model is broken, or cannot be rounded like this.
 BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 
-SOUNDS = 4  # audio inputs to measure on: each takes an encoder half a minute
+AUDIO_INPUTS = 4  # audio inputs to measure on: each takes an encoder half a minute
 _ROWS = 16  # rows of logits to copy to float64 at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Report = Callable[[str], None]
@@ -49,12 +49,14 @@ class Texts:
         return Texts(self.ids[:, :length], self.sources)
 
     @property
-    def one_by_one(self) -> Sequence[torch.Tensor]:
+    def single_sources(self) -> Sequence[torch.Tensor]:
         """The sources as arguments of `compare.logits`."""
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
-def write(model: PreTrainedModel, texts: int, length: int, report: Report = silent) -> Texts:
+def generate_texts(
+    model: PreTrainedModel, texts: int, length: int, report: Report = silent
+) -> Texts:
     """Generate texts by a model that does not read audio. An encoder-decoder generates sources
     first, from random tokens as their sources."""
     if not model.config.is_encoder_decoder:
@@ -65,7 +67,7 @@ def write(model: PreTrainedModel, texts: int, length: int, report: Report = sile
     return Texts(sample(model, texts, length, sources=sources, seed=1, report=report), sources)
 
 
-def write_about(
+def generate_texts_for(
     model: PreTrainedModel, sources: torch.Tensor, length: int, report: Report = silent
 ) -> Texts:
     """Generate a text for each of these sources. Audio is processed one by one, as a large model
@@ -78,10 +80,10 @@ def write_about(
     return Texts(torch.cat(parts), sources)
 
 
-def noise(features: FeatureFacts) -> torch.Tensor:
-    """Random audio features to measure on, float32 [SOUNDS, F, T], with the scale of real ones."""
+def random_features(features: FeatureFacts) -> torch.Tensor:
+    """Random audio features to measure on, float32 [AUDIO_INPUTS, F, T], scaled like real ones."""
     random = torch.Generator().manual_seed(0)
-    return torch.randn(SOUNDS, features.feature_size, features.frames, generator=random)
+    return torch.randn(AUDIO_INPUTS, features.feature_size, features.frames, generator=random)
 
 
 def sample(
@@ -116,10 +118,10 @@ def sample(
             output = model(**inputs, **last, use_cache=True)
             cache = output.past_key_values
             # Not by `multinomial`, which draws V random numbers per text.
-            below = output.logits[:, -1].float().softmax(-1).cumsum(-1)
-            drawn = torch.rand(texts, 1, generator=random) * below[:, -1:]
-            found = torch.searchsorted(below, drawn, right=True)[:, 0]
-            ids[:, i] = found.clamp_(max=below.shape[1] - 1)
+            cumulative = output.logits[:, -1].float().softmax(-1).cumsum(-1)
+            drawn = torch.rand(texts, 1, generator=random) * cumulative[:, -1:]
+            tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+            ids[:, i] = tokens.clamp_(max=cumulative.shape[1] - 1)
     return ids
 
 
@@ -152,18 +154,20 @@ def measure(slices: Iterable[Slice]) -> Quality:
     return Quality(tokens, max(0.0, kl), error, top1, math.exp(loss), math.exp(full_loss))
 
 
-def windows(ids: Sequence[int], length: int, most: int, first: int | None = None) -> torch.Tensor:
-    """Split a text's tokens into windows, int64 [at most `most`, length]. A last partial window is
-    dropped, unless it is the only one. first: a token to put in front of each. Raises OutriderError
-    "option" for fewer than two tokens."""
+def windows(
+    ids: Sequence[int], length: int, max_count: int, first: int | None = None
+) -> torch.Tensor:
+    """Split a text's tokens into windows, int64 [at most `max_count`, length]. A last partial
+    window is dropped, unless it is the only one. first: a token to put in front of each. Raises
+    OutriderError "option" for fewer than two tokens."""
     if len(ids) < 2:
         cause = f"the text to measure the quality on has fewer than 2 tokens: {len(ids)}"
         raise OutriderError("option", cause, "Give a longer TEXT, or leave it out.")
-    begun = [] if first is None else [first]
-    length = max(1, min(length - len(begun), len(ids)))
-    count = min(most, len(ids) // length)
+    prefix = [] if first is None else [first]
+    length = max(1, min(length - len(prefix), len(ids)))
+    count = min(max_count, len(ids) // length)
     cut = torch.tensor(ids[: count * length]).view(count, length)
-    return torch.cat([torch.tensor([begun] * count, dtype=torch.int64), cut], dim=1)
+    return torch.cat([torch.tensor([prefix] * count, dtype=torch.int64), cut], dim=1)
 
 
 def describe(quality: Quality) -> str:
@@ -175,9 +179,7 @@ def describe(quality: Quality) -> str:
     )
 
 
-def refuse_nonsense(
-    quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS"
-) -> None:
+def check_quality(quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS") -> None:
     """Raise OutriderError "difference" if the KL exceeds `BOUND`. option: the one that set the
     weights."""
     if quality.kl > BOUND[weights]:

@@ -384,9 +384,10 @@ def test_a_target_far_from_its_model_is_told_what_loses_less(
         ("target", 6.0, 0.5, 5.4, None), ("draft", None, 0.5, 5.4, None),
     ):  # fmt: skip
         quantising = Quantising(role, "int4", checkpoint, None, shares_encoder=False, bits=bits)
-        quantising._texts, quantising._each, quantising._next = Texts(ids), 5.34, more
-        quantising._full = torch.randn(2, 9, 50)
-        quantising._said = quantising._full + noise * torch.randn(2, 9, 50)
+        quantising._texts, quantising._bits_per_weight = Texts(ids), 5.34
+        quantising._next_bits_per_weight = more
+        quantising._full_logits = torch.randn(2, 9, 50)
+        quantising._quantised_logits = quantising._full_logits + noise * torch.randn(2, 9, 50)
         quantising.measure(None, "float32")
         said = capsys.readouterr().err
         assert told in said if told else not said.count("note:")
@@ -396,8 +397,8 @@ def test_where_the_next_matrix_has_8_bits_is_known() -> None:
     small, large, eight = (torch.randn(rows, 64) for rows in (8, 32, 16))
     found = [quantise4(large), quantise4(small), quantise8(eight)]
     more = [quantise4(large), quantise8(small), quantise8(eight)]
-    assert quantising._with_one_more(found) == pytest.approx(bits_per_weight(more))
-    assert quantising._with_one_more(more[1:]) == bits_per_weight(more[1:])
+    assert quantising._bits_with_one_more(found) == pytest.approx(bits_per_weight(more))
+    assert quantising._bits_with_one_more(more[1:]) == bits_per_weight(more[1:])
 
 
 def test_other_bits_are_another_graph(workshop: Workshop) -> None:

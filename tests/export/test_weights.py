@@ -36,7 +36,7 @@ from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
 from export.weights.inputs import _received_attention
 from export.weights.layers import Table, in_double, rounding_as_stored
-from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
+from export.weights.quality import Texts, check_quality, describe, measure, sample, windows
 from export.weights.quantising import Quantising
 from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
@@ -248,9 +248,9 @@ def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None
     assert describe(same) == "KL 0.00000 ± 0.00000 nats, top-1 100.0 %" + (
         f", perplexity {same.perplexity:.2f} (full {same.perplexity:.2f}), 50 tokens"
     )
-    refuse_nonsense(same, "int8", "it")
+    check_quality(same, "int8", "it")
     with pytest.raises(OutriderError, match=r"it with WEIGHTS=int8 is .* nats"):
-        refuse_nonsense(other, "int8", "it")
+        check_quality(other, "int8", "it")
 
 
 def test_text_of_the_user_is_cut_into_windows() -> None:
@@ -271,7 +271,7 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
     checkpoint = find(str(workshop.checkpoint(name)))
     model, text = load(checkpoint, torch.float32), list(range(50, 150))
     step = Quantising("target", "int8", checkpoint, text, shares_encoder=False)
-    step._write(model, 40)
+    step._generate_texts(model, 40)
     texts = step._texts.ids if name == "llama" else step._texts.sources
     assert texts is not None
     begun = [first_token(model)] if name == "llama" else []
