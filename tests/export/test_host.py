@@ -22,7 +22,7 @@ from export import compare
 from export.host import attention, observing
 from export.host.attention import NotLowered
 from export.host.checked import write_checked
-from export.host.observing import AHEAD
+from export.host.observing import BIAS_PADDING
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
@@ -230,7 +230,11 @@ def test_it_is_run_wherever_the_library_is(
     ("name", "told", "wrong"),
     [
         ("mistral", "window_of", lambda mask, queries: 0),
-        ("t5", "bias_of", lambda scores, queries: np.zeros((4, CAPACITY + AHEAD), np.float32)),
+        (
+            "t5",
+            "bias_of",
+            lambda scores, queries: np.zeros((4, CAPACITY + BIAS_PADDING), np.float32),
+        ),
     ],
 )
 def test_what_is_told_wrong_is_found_out(
@@ -262,7 +266,7 @@ def test_a_norm_of_each_head_stays_behind_the_turn(scale: list[int], moved: bool
     turn = ir.node("Transpose", [rows], {"perm": (0, 2, 1, 3)})
     norm = ir.node("RMSNormalization", [turn.outputs[0], weight])
     whole = ir.Graph([rows, weight], norm.outputs, nodes=[turn, norm], opset_imports={"": 24})
-    found = attention._rows(ir.Model(whole, ir_version=10), norm.outputs[0])
+    found = attention._untransposed_rows(ir.Model(whole, ir_version=10), norm.outputs[0])
     assert (found is not None) == moved
 
 
