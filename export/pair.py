@@ -33,7 +33,7 @@ from runtime.files.records import write_json
 from runtime.files.texts import read_text
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, find, same_encoder
+from .checkpoint import Checkpoint, find, has_same_encoder
 from .loading import check_length
 from .weights.blocks import recover
 
@@ -199,8 +199,8 @@ def _load_tokenizer(models: Models) -> PreTrainedTokenizerFast:
         )
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
-    vocabulary.audio(target)
-    vocabulary.rules(target)
+    vocabulary.audio_facts(target)
+    vocabulary.text_rules(target)
     _note_ignored_settings(target, tokenizer)
     if "draft" in models:
         with stage("pair", "compare vocabularies") as progress:
@@ -227,7 +227,7 @@ def _make_parts(
     )
     capacity = slot_rows(lengths["target"], options.max_gamma)
     same_encoders = (
-        "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
+        "draft" in models and models["target"].has_encoder and has_same_encoder(*models.values())
     )
     if same_encoders:
         note("target and draft have the same encoder, which runs once for both")
@@ -255,7 +255,7 @@ def _write_pair(
 ) -> Pair:
     with write_folder(options.out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()
-        tokenizer_facts = vocabulary.carry(target, tokenizer, partial / "tokenizer")
+        tokenizer_facts = vocabulary.write_tokenizer(target, tokenizer, partial / "tokenizer")
         for role, (folder, facts) in parts.items():
             for name in facts.files:
                 point_to(folder / name, partial / role / name)
@@ -273,8 +273,8 @@ def _write_pair(
             capacity=facts.capacity,
             lookup="ngram" if options.draft == "ngram" else None,
             start_ids=vocabulary.start_ids(target),
-            audio=vocabulary.audio(target),
-            rules=vocabulary.rules(target),
+            audio=vocabulary.audio_facts(target),
+            rules=vocabulary.text_rules(target),
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair

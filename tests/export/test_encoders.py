@@ -17,7 +17,7 @@ from workshop import Workshop
 from engines import aotinductor
 from engines.bundle import build, runs
 from engines.registry import BACKENDS
-from export.checkpoint import find, same_encoder
+from export.checkpoint import find, has_same_encoder
 from export.encoder import _number_positions
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import ENCODER_DECODERS
@@ -39,7 +39,7 @@ def test_what_a_configuration_says_of_an_encoder(
     target = workshop.checkpoint("t5")
     other = Path(shutil.copytree(target, tmp_path / "other"))
     edit_json(other / "config.json", **change)
-    assert same_encoder(find(str(target)), find(str(other))) is same
+    assert has_same_encoder(find(str(target)), find(str(other))) is same
 
 
 def test_an_embedding_by_another_name_is_none_to_compare(
@@ -48,13 +48,13 @@ def test_an_embedding_by_another_name_is_none_to_compare(
     """Of tied matrices a file may have the output's alone."""
     target, names = workshop.checkpoint("t5"), ("shared.weight", "lm_head.weight")
     folders = [Path(shutil.copytree(target, tmp_path / name)) for name in names]
-    assert same_encoder(*(find(str(folder)) for folder in folders))
+    assert has_same_encoder(*(find(str(folder)) for folder in folders))
     for name, folder in zip(names, folders, strict=True):
         weights = load_file(target / "model.safetensors")
         weights[name] = weights.pop("shared.weight")
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     tied = find(str(folders[1]))
-    assert not same_encoder(tied, tied)
+    assert not has_same_encoder(tied, tied)
 
 
 @pytest.mark.slow

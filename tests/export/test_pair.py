@@ -122,7 +122,7 @@ def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architec
     edit_json(folder / "config.json", **asked, num_beams=4)
     found = checkpoint.find(str(folder))
     kind = AutoModelForSeq2SeqLM if found.has_encoder else AutoModelForCausalLM
-    theirs, rules = kind.from_pretrained(folder).generation_config, vocabulary.rules(found)
+    theirs, rules = kind.from_pretrained(folder).generation_config, vocabulary.text_rules(found)
     assert rules and (rules.no_repeat_ngram_size, rules.bad_words_ids) == (3, [[7]])
     assert rules.forced_eos_token_id == theirs.forced_eos_token_id
     named = vocabulary.sampling_defaults(found)

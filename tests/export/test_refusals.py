@@ -23,7 +23,7 @@ from workshop import MAX_LEN, Workshop
 from export import decoder, loading, part
 from export.checkpoint import find
 from export.pair import DEFAULT_MAX_LEN
-from export.vocabulary import carry, check_chat_template, load_tokenizer
+from export.vocabulary import check_chat_template, load_tokenizer, write_tokenizer
 from runtime.files.errors import EXIT_STATUS, OutriderError
 
 Damage = Callable[[Path], object]
@@ -371,7 +371,7 @@ def test_templates_that_are_fine(copy: Path, ending: str, template: str) -> None
     (copy / f"chat_template.{ending}").write_text(content)
     found = find(str(copy))
     check_chat_template(found, load_tokenizer(found))
-    assert carry(found, load_tokenizer(found), copy).chat_template
+    assert write_tokenizer(found, load_tokenizer(found), copy).chat_template
 
 
 # Code that a checkpoint brings along is never run, whatever stdin says
