@@ -92,7 +92,7 @@ def _attention(
     if exporting and attention_mask is not None and (has_cap_or_sinks or has_uneven_widths):
         # The operator has no sinks; TensorRT-RTX's parser refuses softcap and unequal widths.
         rows = query, key, value, attention_mask
-        out = own_attention.symbol(*rows, scaling, softcap, s_aux)
+        out = own_attention.attention_node(*rows, scaling, softcap, s_aux)
     elif has_cap_or_sinks:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
