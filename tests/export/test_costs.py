@@ -56,32 +56,32 @@ def test_costs_are_the_divergence_that_there_is(
     before = _kl(model, texts)
     assert sum(each.values()) == pytest.approx(before, rel=0.25)
     table = each.pop("model.embed_tokens.weight")
-    dear = sorted(each, key=lambda name: each[name])[-8:]
-    gone = sum(each[name] for name in dear)
-    assert table > 0.3 * before and gone > 0.1 * before
+    costliest = sorted(each, key=lambda name: each[name])[-8:]
+    expected_gain = sum(each[name] for name in costliest)
+    assert table > 0.3 * before and expected_gain > 0.1 * before
     for path in ("lm_head", "model.embed_tokens"):
         model.set_submodule(path, dense.get_submodule(path))
     without = _kl(model, texts)
     assert before - without == pytest.approx(table, rel=0.25)
-    for path in (name.removesuffix(".weight") for name in dear):
+    for path in (name.removesuffix(".weight") for name in costliest):
         model.set_submodule(path, dense.get_submodule(path))
-    assert without - _kl(model, texts) == pytest.approx(gone, rel=0.25)
+    assert without - _kl(model, texts) == pytest.approx(expected_gain, rel=0.25)
 
 
 def test_the_output_matrix_is_rounded_by_what_it_sees(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In texts that it was not rounded by."""
-    off = []
+    errors = []
     dense = trained().get_output_embeddings().weight
     for seen in (factor, lambda inputs: None):
         monkeypatch.setattr(whole, "factor", seen)
         model = trained()
         quantise_model(model, 4, texts, max_bits=minimum_bits(model))
         x = model.base_model(texts.ids[-4:]).last_hidden_state
-        lost = model.get_output_embeddings().weight - dense
-        off.append(float((x @ lost.T).square().mean()))
-    assert off[0] < 0.9 * off[1]
+        error = model.get_output_embeddings().weight - dense
+        errors.append(float((x @ error.T).square().mean()))
+    assert errors[0] < 0.9 * errors[1]
 
 
 def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
@@ -102,7 +102,7 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
 ) -> None:
     """To the cheapest, it would gain next to nothing."""
     room = minimum_bits(trained()) + 0.2
-    held: list[float] = []
+    divergences: list[float] = []
     for sign in (1, -1):
 
         def signed(*given: Any, sign: int = sign) -> dict[str, float]:
@@ -112,13 +112,15 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
         model = trained()
         found = quantise_model(model, 4, texts, max_bits=room)
         assert room - 0.05 < bits_per_weight(found.values()) <= room
-        held.append(_kl(model, texts))
+        divergences.append(_kl(model, texts))
     model = trained()
     assert bits_per_weight(
         quantise_model(model, 4, texts, max_bits=room - 0.2).values()
     ) == pytest.approx(room - 0.2)
-    none = _kl(model, texts)
-    assert held[0] < 0.95 * none and none - held[0] > 4 * (none - held[1])
+    without = _kl(model, texts)
+    assert divergences[0] < 0.95 * without and without - divergences[0] > 4 * (
+        without - divergences[1]
+    )
 
 
 def test_what_does_not_fit_leaves_its_room_to_others() -> None:
@@ -163,9 +165,9 @@ def test_a_layer_that_several_have_costs_once() -> None:
     layers[1].mlp = layers[0].mlp  # type: ignore[index,union-attr]
     texts, given = Texts(torch.randint(1, 200, (2, 9))), {}
 
-    def keep(*asked: Any) -> dict[str, float]:
-        given.update(asked[2])
-        return costs(*asked)
+    def keep(*arguments: Any) -> dict[str, float]:
+        given.update(arguments[2])
+        return costs(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "costs", keep)
@@ -338,7 +340,7 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cause", "remedy"),
+    ("options", "cause", "remedy"),
     [
         ("--bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is full", "Set WEIGHTS=int4"),
         ("--weights int8 --bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is int8", "Set"),
@@ -348,10 +350,10 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
     ],
 )
 def test_bits_that_nothing_can_have_are_refused(
-    workshop: Workshop, refused: Refused, asked: str, cause: str, remedy: str
+    workshop: Workshop, refused: Refused, options: str, cause: str, remedy: str
 ) -> None:
-    said = refused(workshop.checkpoint("llama"), *asked.split(), kind="option")
-    assert cause in said and remedy in said
+    message = refused(workshop.checkpoint("llama"), *options.split(), kind="option")
+    assert cause in message and remedy in message
 
 
 def test_a_model_that_cannot_have_them_is_refused_by_name(
@@ -378,7 +380,7 @@ def test_a_target_far_from_its_model_is_told_what_loses_less(
 ) -> None:
     checkpoint, ids = find(str(workshop.checkpoint("llama"))), torch.randint(1, 9, (2, 9))
     lower, only = "BITS=5.6 or WEIGHTS=int8 loses less", "for a target: WEIGHTS=int8 loses less"
-    for role, bits, noise, more, told in (
+    for role, bits, noise, more, advice in (
         ("target", None, 0.5, 5.4, lower), ("target", None, 0.01, 5.4, None),
         ("target", None, 0.5, 6.3, "BITS=6.3 or"), ("target", None, 0.5, 8.2, only),
         ("target", 6.0, 0.5, 5.4, None), ("draft", None, 0.5, 5.4, None),
@@ -389,8 +391,8 @@ def test_a_target_far_from_its_model_is_told_what_loses_less(
         quantising._full_logits = torch.randn(2, 9, 50)
         quantising._quantised_logits = quantising._full_logits + noise * torch.randn(2, 9, 50)
         quantising.measure(None, "float32")
-        said = capsys.readouterr().err
-        assert told in said if told else not said.count("note:")
+        output = capsys.readouterr().err
+        assert advice in output if advice else not output.count("note:")
 
 
 def test_where_the_next_matrix_has_8_bits_is_known() -> None:

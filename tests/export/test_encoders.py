@@ -152,8 +152,8 @@ def test_a_draft_that_reads_other_features(
 ) -> None:
     target = workshop.checkpoint("whisper")
     other = with_features(target, tmp_path / "other", feature_size=16)
-    said = refused(target, "--draft", str(other), kind="architecture")
-    assert "reads 8 x 16 log-mel features, but its draft other reads 16 x 16" in said
+    message = refused(target, "--draft", str(other), kind="architecture")
+    assert "reads 8 x 16 log-mel features, but its draft other reads 16 x 16" in message
 
 
 def test_a_text_is_nothing_to_measure_it_on(
@@ -161,5 +161,5 @@ def test_a_text_is_nothing_to_measure_it_on(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("This is what was said. " * 40)
-    asked = ("--weights", "int8", "--text", str(text))
-    assert "reads audio" in refused(workshop.checkpoint("whisper"), *asked, kind="option")
+    options = ("--weights", "int8", "--text", str(text))
+    assert "reads audio" in refused(workshop.checkpoint("whisper"), *options, kind="option")

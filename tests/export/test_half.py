@@ -111,8 +111,8 @@ def test_control_a_norm_of_two_types_is_refused(
     norms = of_type(workshop.graphs(source, dtype="float16"), "RMSNormalization")
     assert len(norms) == 4 * LAYERS + 1
     monkeypatch.setattr(export.fusion, "_match_norm_types", lambda model: None)
-    said = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")
-    assert "ONNX Runtime cannot run the float16 graph" in said
+    message = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")
+    assert "ONNX Runtime cannot run the float16 graph" in message
 
 
 @pytest.mark.slow
