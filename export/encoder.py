@@ -152,7 +152,7 @@ class SourceDecoder(Decoder):
         if "decoder_position_ids" in signature(self.model.forward).parameters:
             width = torch.arange(input_ids.shape[1], device=position.device)
             position_arguments = {"decoder_position_ids": position[:, None] + width}
-        slotwise = _compute_positions_per_slot(self.model, self.max_positions)
+        slotwise = _positions_per_slot(self.model, self.max_positions)
         with slotwise, limit_logits(self.model, logits_index):
             logits = self.model(
                 # Never read: the keys and values that they would be projected to are present.
@@ -169,9 +169,7 @@ class SourceDecoder(Decoder):
 
 
 @contextmanager
-def _compute_positions_per_slot(
-    model: PreTrainedModel, max_positions: int | None
-) -> Iterator[None]:
+def _positions_per_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
     """Within the context, positions are computed for each slot separately: Transformers' encoder-
     decoders assume one length for all."""
     replaced: list[tuple[torch.nn.Module, str]] = []

@@ -33,7 +33,7 @@ from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
-_UNUSED_CONSTANT = ".attn.masked_bias"  # a constant in old files of GPT-2
+_UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
@@ -122,9 +122,7 @@ def read_weights(
             f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
             "Download the checkpoint completely.",
         )
-    if unused := sorted(
-        name for name in info["unexpected_keys"] if not name.endswith(_UNUSED_CONSTANT)
-    ):
+    if unused := sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED)):
         adapter = any("lora" in name for name in unused)
         raise OutriderError(
             "checkpoint",
@@ -324,10 +322,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         if "position_ids" not in signature(model.forward).parameters:
             raise checkpoint.refused("it takes no position_ids")
         first, second = outputs.logits[:, 0].float()
-        tolerance = (1e-3 if outputs.logits.dtype == torch.float32 else 0.05) * float(
-            first.abs().max()
-        )
-        if not torch.allclose(first, second, rtol=0, atol=tolerance):
+        atol = (1e-3 if outputs.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())
+        if not torch.allclose(first, second, rtol=0, atol=atol):
             raise checkpoint.refused("its tokens attend to later ones")
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (

@@ -111,7 +111,7 @@ class PartRequest:
         return dtype
 
     @property
-    def format_module(self) -> Any:
+    def exporter(self) -> Any:
         """The module whose `trace` and `save` make this format."""
         return program if self.form == "torch" else graph
 
@@ -217,13 +217,9 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
         if request.has_host_graph:
             with stage(role, "for ONNX Runtime on the CPU") as progress:
                 progress.note = write_checked(
-                    partial,
-                    original.reference,
-                    original.rounded,
-                    exact,
-                    request.capacity,
-                    request.cache,
-                )
+                    partial, original.reference, original.rounded, exact,
+                    request.capacity, request.cache,
+                )  # fmt: skip
         quality_facts = None
         if quantising:
             engine = partial / HOST_FILE if request.has_host_graph else None
@@ -297,7 +293,7 @@ def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: P
             progress.note = _simplify(traced)
     with stage(role, "write") as progress:
         for i, each in enumerate(traced):
-            request.format_module.save(each, folder, encoder=i > 0)
+            request.exporter.save(each, folder, encoder=i > 0)
         size = sum(path.stat().st_size for path in folder.iterdir())
         progress.note = f"{size / 2**20:,.1f} MiB"
     return _Original(parameters, shapes, original, rounded, exact)
@@ -318,7 +314,7 @@ def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) ->
         source = shapes.source_keys, shapes.source_values
         try:
             if not checkpoint.has_encoder:
-                return [request.format_module.trace(Decoder(model, positions).eval(), text_example)]
+                return [request.exporter.trace(Decoder(model, positions).eval(), text_example)]
             decoder_example = example_decoder(text_example, *source)
             states = torch.zeros(
                 1, shapes.source_rows or 3, shapes.encoder_width, dtype=model.dtype
@@ -328,10 +324,8 @@ def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) ->
             )
             encoder = (SharedEncoder if request.shares_encoder else Encoder)(model)
             return [
-                request.format_module.trace(
-                    SourceDecoder(model, positions).eval(), decoder_example
-                ),
-                request.format_module.trace(encoder.eval(), encoder_example),
+                request.exporter.trace(SourceDecoder(model, positions).eval(), decoder_example),
+                request.exporter.trace(encoder.eval(), encoder_example),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise checkpoint.refused(_innermost_reason(error)) from None
@@ -457,9 +451,8 @@ def _check_space(folder: Path, request: PartRequest) -> None:
         )  # dense, for ONNX's Gather
         bits_per_number = 4 if request.weights == "int4" else 8
         bits = int(table * 8 + (numbers - table) * (request.bits or bits_per_number))
-        graphs = (
-            [width, 16] if request.has_host_graph else [width]
-        )  # width of their scales, in bits
+        # The width of their scales, in bits.
+        graphs = [width, 16] if request.has_host_graph else [width]
         need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
     free = shutil.disk_usage(folder).free
     if need > free:

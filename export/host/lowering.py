@@ -115,11 +115,7 @@ def _replace_attention(
     node = ir.node(
         "QuantizedCacheAttention" if cache else "Attention",
         [
-            *(
-                [_flatten(model, layer.query), None, None]
-                if reads
-                else _packed_inputs(model, layer)
-            ),
+            *([_flatten(model, layer.query), None, None] if reads else _qkv(model, layer)),
             *caches,
             _graph_input(model, "position"),
             *inputs,
@@ -201,7 +197,7 @@ def _graph_input(model: ir.Model, name: str) -> ir.Value:
     return next(value for value in model.graph.inputs if value.name == name)
 
 
-def _packed_inputs(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
+def _qkv(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
     """Queries, keys and values; a single packed value if one product computes all of them."""
     parts = [_flatten(model, value) for value in (layer.query, layer.key, layer.value)]
     splits = {part.producer() for part in parts}

@@ -27,7 +27,7 @@ from .blocks import LARGE_SLICE, row_slices
 from .layers import QuantisedTable, dense
 from .quality import Texts
 
-_LARGEST_MATRICES = 8  # largest matrices, one or two of which may be chosen first
+_LARGEST = 8  # largest matrices, one or two of which may be chosen first
 
 
 class NoCosts(Exception):
@@ -105,7 +105,7 @@ def choose_costliest(
                 remaining -= sizes[name]
         return chosen
 
-    largest = sorted(costs, key=lambda name: sizes[name])[-_LARGEST_MATRICES:]
+    largest = sorted(costs, key=lambda name: sizes[name])[-_LARGEST:]
     choices = [fill(first) for count in range(3) for first in combinations(largest, count)]
     return max(choices, key=lambda chosen: sum(costs[name] for name in chosen))
 
