@@ -135,10 +135,10 @@ def _positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
-        given = vars(parser().parse_args(argv))
-        for option, nothing in (("draft", "none"), ("cache_type", "full")):
-            if given[option] == nothing:
-                given[option] = None
+        options = vars(parser().parse_args(argv))
+        for option, default in (("draft", "none"), ("cache_type", "full")):
+            if options[option] == default:
+                options[option] = None
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Threads that spin at the end of an operation occupy the cores of those they wait for:
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         with interrupts_wait():
             from .pair import export
 
-        export(**given)
+        export(**options)
         return 0
 
     return run_command(command)

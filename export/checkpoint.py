@@ -33,9 +33,12 @@ from .formats.packed import Packed, unsupported
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
-_HUB_TWICE = ["consolidated*", "original/*"]  # further copies of the weights, in another layout
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_PACKED = {  # by quant_method
+_HUB_DUPLICATES = [
+    "consolidated*",
+    "original/*",
+]  # further copies of the weights, in another layout
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_READERS = {  # by quant_method
     "gptq": gptq.packed,
     "awq": awq.packed,
     "compressed-tensors": compressed.packed,
@@ -88,7 +91,7 @@ class Checkpoint:
 
     def refused(self, reason: str) -> OutriderError:
         """The error that this checkpoint cannot be exported."""
-        return refuse_architecture(self.source, self.config, reason)
+        return architecture_error(self.source, self.config, reason)
 
 
 def find(name: str) -> Checkpoint:
@@ -110,35 +113,40 @@ def find(name: str) -> Checkpoint:
         path, source = _fetch(name), name
     file = None if weight_files(path) else gguf.locate(name, path)
     if file is not None:
-        opened = gguf.read(name, file)
-        config, how = llamacpp.packed(name, opened)
-        return Checkpoint(path, source, config, config.max_position_embeddings, how, opened)
+        gguf_file = gguf.read(name, file)
+        config, packed_weights = llamacpp.packed(name, gguf_file)
+        return Checkpoint(
+            path, source, config, config.max_position_embeddings, packed_weights, gguf_file
+        )
     _check_files(name, path)
-    written = read_config(name, path)
-    packed = _packed(name, path, written)
-    config = _configuration(name, path)
+    raw_config = read_raw_config(name, path)
+    packed = _packed_weights(name, path, raw_config)
+    config = _load_config(name, path)
     if packed:
         del config.quantization_config  # the model is built with plain layers
     text = config.get_text_config(decoder=True)
-    named = "max_position_embeddings", "max_target_positions"
-    field = next((field for field in named if getattr(text, field, None) is not None), named[0])
+    length_fields = "max_position_embeddings", "max_target_positions"
+    field = next(
+        (field for field in length_fields if getattr(text, field, None) is not None),
+        length_fields[0],
+    )
     context = getattr(text, field, None)
-    if context == -1 and field not in written:  # XLNet's class default: there is no limit
+    if context == -1 and field not in raw_config:  # XLNet's class default: there is no limit
         context = None
     if context is not None and (type(context) is not int or context < 1):
-        raise _odd_config(name, field, context)
+        raise _invalid_field(name, field, context)
     if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
-        raise _odd_config(name, "vocab_size", width)
-    if "auto_map" in written:
+        raise _invalid_field(name, "vocab_size", width)
+    if "auto_map" in raw_config:
         note(
             f"{name} comes with its own code, which is not run: Transformers' "
             f"{type(config).__name__.removesuffix('Config')} is exported instead"
         )
     try:
-        heard = features.read(name, path) if _hears(config) else None
-    except features.OtherFeatures as other:
-        raise refuse_architecture(name, config, str(other)) from None
-    return Checkpoint(path, source, config, context, packed, features=heard)
+        audio_features = features.read(name, path) if _reads_audio(config) else None
+    except features.UnsupportedFeatures as other:
+        raise architecture_error(name, config, str(other)) from None
+    return Checkpoint(path, source, config, context, packed, features=audio_features)
 
 
 def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
@@ -147,18 +155,18 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         try:
             return GenerationConfig.from_pretrained(checkpoint.path)
         except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-            raise unreadable(checkpoint, "generation_config.json", first_line(error)) from None
+            raise unreadable_file(checkpoint, "generation_config.json", first_line(error)) from None
     return None
 
 
-def check_named(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
+def check_token_ids(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
     """Raise ValueError if a generation config names a token that the model does not have."""
     width = checkpoint.vocab_size
-    if odd := [token for token in ids if not 0 <= token < width]:
-        raise ValueError(f"generation_config names token {odd[0]}, but the model has {width}")
+    if invalid := [token for token in ids if not 0 <= token < width]:
+        raise ValueError(f"generation_config names token {invalid[0]}, but the model has {width}")
 
 
-def unreadable(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
+def unreadable_file(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
     """The error for a damaged file that the checkpoint does not need."""
     return OutriderError(
         "checkpoint",
@@ -167,17 +175,17 @@ def unreadable(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
     )
 
 
-def _hears(config: PretrainedConfig) -> bool:
+def _reads_audio(config: PretrainedConfig) -> bool:
     return bool(config.is_encoder_decoder) and type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 
-def _configuration(name: str, path: Path) -> PretrainedConfig:
+def _load_config(name: str, path: Path) -> PretrainedConfig:
     config: PretrainedConfig
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         of_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        if config.is_encoder_decoder and not of_text and not _hears(config):
-            raise refuse_architecture(name, config, "its encoder reads neither text nor audio")
+        if config.is_encoder_decoder and not of_text and not _reads_audio(config):
+            raise architecture_error(name, config, "its encoder reads neither text nor audio")
         config.get_text_config(decoder=True)
     except OutriderError:
         raise
@@ -197,26 +205,26 @@ def _configuration(name: str, path: Path) -> PretrainedConfig:
     return config
 
 
-def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
+def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed | None:
     """How the weights are packed, None if they are not. Raises OutriderError "checkpoint" for a
     format that is not supported."""
-    quantised = written.get("quantization_config")
+    quantised = raw_config.get("quantization_config")
     if quantised is None:
         return None
-    how = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
-    if how not in _PACKED:
-        raise unsupported(name, f"quantization_config: {how[:40]}")
+    method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
+    if method not in _READERS:
+        raise unsupported(name, f"quantization_config: {method[:40]}")
     try:
-        packed = _PACKED[how](name, path, quantised)
+        packed = _READERS[method](name, path, quantised)
     except (AttributeError, KeyError, TypeError, ValueError):  # fields of unexpected types
-        raise _odd_config(name, "quantization_config", quantised) from None
+        raise _invalid_field(name, "quantization_config", quantised) from None
     if packed.remark:
         note(f"{name}: {packed.remark}")
     return packed
 
 
 # Configuration fields that do not affect the encoder, as parts of their names.
-_NOT_OF_ENCODERS = (
+_IRRELEVANT_TO_ENCODERS = (
     "decoder", "drop", "bos_token", "eos_token", "suppress", "init", "_name", "version", "dtype",
     "architectures", "num_hidden_layers", "cache", "max_length", "max_target", "mask_", "median",
     "apply_spec", "task_specific", "label", "classif", "proj_size", "tie_", "output_past", "beam",
@@ -224,7 +232,7 @@ _NOT_OF_ENCODERS = (
 )  # fmt: skip
 
 
-def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
+def has_same_encoder(first: Checkpoint, second: Checkpoint) -> bool:
     """Whether both have the same encoder: the same weights in the files, the same configuration.
 
     A difference that would not matter counts too: each model then runs its own encoder.
@@ -233,20 +241,20 @@ def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
         {
             name: value
             for name, value in checkpoint.config.to_dict().items()
-            if not any(part in name for part in _NOT_OF_ENCODERS)
+            if not any(part in name for part in _IRRELEVANT_TO_ENCODERS)
         }
-        for checkpoint in (one, other)
+        for checkpoint in (first, second)
     ]
     if fields[0] != fields[1]:
         return False
-    digests = [_encoder_digests(checkpoint) for checkpoint in (one, other)]
+    digests = [_encoder_digests(checkpoint) for checkpoint in (first, second)]
     return bool(digests[0]) and digests[0] == digests[1]
 
 
 def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Digests of an encoder's weights as float32, the embedding included, by name. Empty if they
     are not in safetensors files, or if a tied embedding is stored under another name."""
-    found = {}
+    digests = {}
     for file in checkpoint.files:
         if file.suffix != ".safetensors":
             return {}
@@ -255,9 +263,9 @@ def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
                 parts = name.removeprefix("model.").split(".")
                 if parts[0] in ("encoder", "shared"):
                     numbers = tensors.get_tensor(name).float().numpy()
-                    found[".".join(parts)] = hashlib.sha256(numbers.tobytes()).hexdigest()
-    embeds = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in found)
-    return found if embeds or checkpoint.features else {}
+                    digests[".".join(parts)] = hashlib.sha256(numbers.tobytes()).hexdigest()
+    has_embedding = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in digests)
+    return digests if has_embedding or checkpoint.features else {}
 
 
 def _check_files(name: str, path: Path) -> None:
@@ -288,7 +296,7 @@ def _check_files(name: str, path: Path) -> None:
     for file in (path / "config.json", *weights, *path.glob("tokenizer*.*")):
         try:
             with file.open("rb") as content:
-                pointer = content.read(len(_POINTER)) == _POINTER
+                pointer = content.read(len(_LFS_POINTER)) == _LFS_POINTER
         except OSError as error:
             raise OutriderError(
                 "checkpoint",
@@ -303,36 +311,36 @@ def _check_files(name: str, path: Path) -> None:
             )
 
 
-def read_config(name: str, path: Path) -> dict[str, Any]:
+def read_raw_config(name: str, path: Path) -> dict[str, Any]:
     """Read config.json as written, and refuse fields that Transformers would ignore or ask about.
     Raises OutriderError "checkpoint", "architecture"."""
     try:
-        written = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raw_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(
             "checkpoint",
             f"{name}/config.json cannot be read: {first_line(error)}",
             "Download the checkpoint again.",
         ) from None
-    if not isinstance(written, dict):
+    if not isinstance(raw_config, dict):
         raise OutriderError(
             "checkpoint",
             f"{name}/config.json is not a JSON object",
             "Download the checkpoint again.",
         )
-    names = written.get("architectures")
+    names = raw_config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
-        raise _odd_config(name, "architectures", names)
-    if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING:
+        raise _invalid_field(name, "architectures", names)
+    if "auto_map" in raw_config and raw_config.get("model_type") not in CONFIG_MAPPING:
         raise OutriderError(
             "architecture",
             f"{name} requires its own code (auto_map in its config.json), which is never run",
             "Use a checkpoint of an architecture that Transformers knows.",
         )
-    return written
+    return raw_config
 
 
-def _odd_config(name: str, field: str, value: object) -> OutriderError:
+def _invalid_field(name: str, field: str, value: object) -> OutriderError:
     return OutriderError(
         "checkpoint",
         f"{name}/config.json has {field} = {repr(value)[:60]}",
@@ -350,7 +358,9 @@ def _fetch(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise OutriderError("checkpoint", f"{name} is not a folder", remedy)
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_TWICE))
+        return Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES)
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         cause = f"{name} is not a folder and could not be fetched: {first_line(error)}"
         raise OutriderError("checkpoint", cause, remedy) from None
@@ -378,7 +388,7 @@ def _architecture(config: PretrainedConfig) -> str:
     return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
-def refuse_architecture(name: str, config: PretrainedConfig, reason: str) -> OutriderError:
+def architecture_error(name: str, config: PretrainedConfig, reason: str) -> OutriderError:
     return OutriderError(
         "architecture",
         f"{name} is a {_architecture(config)}, which cannot be exported: {reason}",

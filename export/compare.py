@@ -26,8 +26,8 @@ from runtime.files.manifest import (
 )
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
-from .encoder import STATES, arguments, states_of
-from .loading import first_token, width
+from .encoder import STATES, arguments, encoder_states
+from .loading import first_token, logits_width
 from .weights.experts import are_experts
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred rounding errors.
@@ -41,8 +41,8 @@ _SLACK: dict[Dtype, float] = {"float32": 30, "float16": 2, "bfloat16": 2}
 # In a mixture of experts with rounded activations, one position in this many may differ without a
 # bound: if two experts score alike, rounding decides which one is chosen. An error in one kind of
 # call affects all of its positions, so less than half of a call's positions may differ like this.
-_APART = 20
-_LONGEST = 256  # most tokens to compare, even if a sliding window or distant biases need more
+_POSITIONS_PER_OUTLIER = 20
+_MAX_TOKENS = 256  # most tokens to compare, even if a sliding window or distant biases need more
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Reference:
 class Comparison:
     """How far the graph's logits are from the original's.
 
-    max_difference: over all positions except the `apart` ones; None if the graph was not run.
-    apart: number of positions of a mixture of experts that exceed the bound, which only `mean`
+    max_difference: over all positions except the `outliers`; None if the graph was not run.
+    outliers: number of positions of a mixture of experts that exceed the bound, which only `mean`
     limits. mean: the mean over positions of the largest difference at each, and its bound; None if
     no allowance is made for rounding, which can vary between positions.
     """
 
     max_difference: float | None
     bound: float
-    what: str
+    summary: str
     mean: tuple[float, float] | None = None
-    apart: int = 0
+    outliers: int = 0
 
     @property
     def passed(self) -> bool:
@@ -84,10 +84,10 @@ class Comparison:
         mean, its_bound = self.mean or (0, 0)
         return self.max_difference <= self.bound and mean <= its_bound
 
-    def told(self) -> str:
+    def describe(self) -> str:
         largest = f"{self.max_difference:.1e} (bound {self.bound:.1e})"
-        if self.apart:
-            largest += f" except at {self.apart} positions of a mixture"
+        if self.outliers:
+            largest += f" except at {self.outliers} positions of a mixture"
         if self.mean is None:
             return largest
         return f"{largest}, mean {self.mean[0]:.1e} (bound {self.mean[1]:.1e})"
@@ -97,18 +97,20 @@ def reference(
     model: PreTrainedModel,
     capacity: int,
     features: FeatureFacts | None = None,
-    shares: bool = False,
+    shares_encoder: bool = False,
 ) -> Reference:
     """Run the eager model on whole sequences, without a cache: it shares nothing with the graph.
 
-    features: the features that its encoder reads, if it does not read text. shares: whether the
-    graph reads the output of an encoder.
+    features: the features that its encoder reads, if it does not read text. shares_encoder: whether
+    the graph reads the output of an encoder.
     """
-    config, vocab_size = model.config.get_text_config(decoder=True), width(model)
+    config, vocab_size = model.config.get_text_config(decoder=True), logits_width(model)
     window = getattr(config, "sliding_window", None) or 0
-    length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
+    length = 40 if not window or 2 * window + 8 > _MAX_TOKENS else max(40, 2 * window + 8)
     # Include distances beyond the farthest that has its own bias.
-    length = max(length, min(_LONGEST, getattr(config, "relative_attention_max_distance", 0) + 8))
+    length = max(
+        length, min(_MAX_TOKENS, getattr(config, "relative_attention_max_distance", 0) + 8)
+    )
     length = min(length, capacity - 8)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocab_size, (2, length))
@@ -126,12 +128,12 @@ def reference(
     elif model.config.is_encoder_decoder:
         sources = tuple(rng.integers(0, vocab_size, (1, n)) for n in (length, length // 2))
     remark = f"; its window of {window} was not reached" if window >= length else ""
-    read = [torch.from_numpy(source) for source in sources]
-    said = logits(model, torch.from_numpy(ids), read)
-    if shares:
-        sources = tuple(states_of(model, source).float().numpy() for source in read)
+    source_tensors = [torch.from_numpy(source) for source in sources]
+    computed = logits(model, torch.from_numpy(ids), source_tensors)
+    if shares_encoder:
+        sources = tuple(encoder_states(model, source).float().numpy() for source in source_tensors)
     mixture = any(are_experts(module) for module in model.modules())
-    return Reference(ids, said.float().numpy(), remark, sources, mixture)
+    return Reference(ids, computed.float().numpy(), remark, sources, mixture)
 
 
 def logits(
@@ -140,7 +142,7 @@ def logits(
     """Logits [B, T, V] of whole sequences [B, T], in the model's dtype. sources: for each sequence,
     if there is an encoder, as in `Reference`. Raises OutriderError "checkpoint" if the model does
     not run, or returns NaN or infinity."""
-    said: torch.Tensor
+    result: torch.Tensor
     try:
         with torch.no_grad():
             if len(sources):  # one by one, without padding
@@ -148,15 +150,15 @@ def logits(
                 inputs = [arguments(model, text[None], source) for source, text in pairs]
             else:
                 inputs = [arguments(model, ids)]
-            said = torch.cat([model(**each, use_cache=False).logits for each in inputs])
+            result = torch.cat([model(**each, use_cache=False).logits for each in inputs])
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise OutriderError(
             "checkpoint",
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
-    if not torch.isfinite(said).all():  # a bound computed from them would accept anything
-        dtype = str(said.dtype).removeprefix("torch.")
+    if not torch.isfinite(result).all():  # a bound computed from them would accept anything
+        dtype = str(result.dtype).removeprefix("torch.")
         raise OutriderError(
             "checkpoint",
             f"this {type(model).__name__} returns NaN or infinity in {dtype}",
@@ -164,7 +166,7 @@ def logits(
             if dtype == "float32"
             else "Build with another DTYPE; float16 overflows beyond 65504.",
         )
-    return said
+    return result
 
 
 def compare(
@@ -189,47 +191,56 @@ def compare(
     if ONNX Runtime cannot run the graph.
     """
     tolerance = TOLERANCE[cache or dtype]
-    levels = np.zeros(original.ids.shape, np.float32)
+    allowances = np.zeros(original.ids.shape, np.float32)
     if rounded is not None:  # sums that differ in the last bit may be rounded to different levels
-        levels = 2 * np.abs(rounded.logits - original.logits).max(-1)
-    of_torch = (folder / PROGRAM_FILE).exists()
-    if dtype == "bfloat16" and not of_torch:
-        what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
-        return Comparison(None, tolerance, what)
-    if dtype == "float16" and not of_torch and _crashes(folder):
-        what = "not run: ONNX Runtime crashes when it loads this float16 graph"
-        return Comparison(None, tolerance, what)
+        allowances = 2 * np.abs(rounded.logits - original.logits).max(-1)
+    is_torch = (folder / PROGRAM_FILE).exists()
+    if dtype == "bfloat16" and not is_torch:
+        summary = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
+        return Comparison(None, tolerance, summary)
+    if dtype == "float16" and not is_torch and _crashes(folder):
+        summary = "not run: ONNX Runtime crashes when it loads this float16 graph"
+        return Comparison(None, tolerance, summary)
     rows = original.ids.shape[1] + 8
-    what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
+    summary = (
+        f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
+    )
 
-    def held_against(said: Reference, levels: npt.NDArray[np.float32], what: str) -> Comparison:
-        graph = _Program(folder, rows) if of_torch else _Graph(folder / file, rows, dtype)
-        if said.sources:
-            graph.read(said.sources)
-        differences, calls = _differences(graph, said)
+    def compare_with(
+        expected: Reference, allowances: npt.NDArray[np.float32], summary: str
+    ) -> Comparison:
+        graph = _Program(folder, rows) if is_torch else _Graph(folder / file, rows, dtype)
+        if expected.sources:
+            graph.encode_sources(expected.sources)
+        differences, calls = _differences(graph, expected)
         computed = differences >= 0
-        differences, levels, calls = differences[computed], levels[computed], calls[computed]
-        allowed = tolerance * (1 + float(np.abs(said.logits).max()))
-        mean = float(differences.mean()), float(levels.mean()) + allowed
-        bound = float(levels.max()) + allowed
-        if not levels.any():
-            return Comparison(float(differences.max()), bound, what)
+        differences, allowances, calls = (
+            differences[computed],
+            allowances[computed],
+            calls[computed],
+        )
+        allowed = tolerance * (1 + float(np.abs(expected.logits).max()))
+        mean = float(differences.mean()), float(allowances.mean()) + allowed
+        bound = float(allowances.max()) + allowed
+        if not allowances.any():
+            return Comparison(float(differences.max()), bound, summary)
         far = differences > bound
-        few = all(2 * far[calls == n].sum() < (calls == n).sum() for n in set(calls[far]))
-        apart = int(far.sum()) if few and said.mixture else 0
-        if apart * _APART > len(differences):
-            apart = 0
-        largest = float(np.sort(differences)[-1 - apart])
-        return Comparison(largest, bound, what, mean, apart)
+        are_few = all(2 * far[calls == n].sum() < (calls == n).sum() for n in set(calls[far]))
+        outliers = int(far.sum()) if are_few and expected.mixture else 0
+        if outliers * _POSITIONS_PER_OUTLIER > len(differences):
+            outliers = 0
+        largest = float(np.sort(differences)[-1 - outliers])
+        return Comparison(largest, bound, summary, mean, outliers)
 
-    result = held_against(original, levels, what)
+    result = compare_with(original, allowances, summary)
     if result.passed or exact is None:
         return result
-    truth = exact()
-    rounding = np.abs(original.logits - truth.logits).max(-1)
-    more = "float64" if dtype == "float32" else "float32"
-    what += f"; from the original in {more}, from which its own {dtype} is {rounding.max():.1e}"
-    return held_against(truth, levels + _SLACK[dtype] * rounding, what)
+    precise = exact()
+    rounding = np.abs(original.logits - precise.logits).max(-1)
+    precise_dtype = "float64" if dtype == "float32" else "float32"
+    summary += f"; from the original in {precise_dtype}, from which its own {dtype} is "
+    summary += f"{rounding.max():.1e}"
+    return compare_with(precise, allowances + _SLACK[dtype] * rounding, summary)
 
 
 def _crashes(folder: Path) -> bool:
@@ -257,7 +268,8 @@ def _differences(
     nothing was computed; and the number of the last call that computed the position."""
     length = original.ids.shape[1]
     rng = np.random.default_rng(1)
-    found, calls = np.full(original.ids.shape, -1, np.float32), np.zeros(original.ids.shape, int)
+    shape = original.ids.shape
+    differences, calls = np.full(shape, -1, np.float32), np.zeros(shape, int)
 
     def run(position: list[int], accepted: int, rejected: int = 0) -> None:
         ids = np.stack([original.ids[b, p : p + accepted] for b, p in enumerate(position)])
@@ -266,7 +278,7 @@ def _differences(
         for b, p in enumerate(position):
             expected = original.logits[b, p : p + accepted]
             largest = np.abs(logits[b, :accepted] - expected).max(-1)
-            found[b, p : p + accepted] = np.maximum(found[b, p : p + accepted], largest)
+            differences[b, p : p + accepted] = np.maximum(differences[b, p : p + accepted], largest)
             calls[b, p : p + accepted] = calls.max() + (b == 0)
 
     # Few calls, as each dequantises all weights.
@@ -277,8 +289,8 @@ def _differences(
         run(position, accepted, rejected)
         position = [p + accepted for p in position]
     run(position, length - max(position))
-    found[np.isnan(found)] = np.inf
-    return found, calls
+    differences[np.isnan(differences)] = np.inf
+    return differences, calls
 
 
 def run(
@@ -291,7 +303,7 @@ def run(
     graph = _Graph(file, ids.shape[1], dtype, slots=1)
     for i, text in enumerate(ids):
         if len(sources):
-            graph.read(sources[i : i + 1])
+            graph.encode_sources(sources[i : i + 1])
         yield graph(text[None], [0])[0]
 
 
@@ -322,7 +334,7 @@ class _Graph:
                 disabled_optimizers=left_out,
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
-            raise _refused(dtype, error) from None
+            raise _cannot_run(dtype, error) from None
         kinds: dict[str, type[np.generic]] = {
             "tensor(float)": np.float32,
             "tensor(float16)": np.float16,
@@ -337,16 +349,16 @@ class _Graph:
             for _, heads, own, width in [value.shape]
         }
 
-    def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
+    def encode_sources(self, sources: Sequence[npt.NDArray[Any]]) -> None:
         """Run the encoder's graph, which is beside it, on a source for each slot. The rows exceed
         the longest source, as in the runtime's slots."""
         encoder = _Graph(self._file.with_name(ENCODER_FILE), 0, self._dtype)._session
         names = [value.name for value in encoder.get_outputs() if value.name != STATES]
-        (given,) = encoder.get_inputs()
-        rows = [encoder.run(names, {given.name: source}) for source in sources]
+        (encoder_input,) = encoder.get_inputs()
+        rows = [encoder.run(names, {encoder_input.name: source}) for source in sources]
         lengths = [parts[0].shape[2] for parts in rows]
         # An audio source fills its rows exactly, and nothing masks them.
-        room = max(lengths) + (0 if isinstance(given.shape[1], int) else 8)
+        room = max(lengths) + (0 if isinstance(encoder_input.shape[1], int) else 8)
         for name, parts in zip(names, zip(*rows, strict=True), strict=True):
             padded = [
                 np.pad(part, ((0, 0), (0, 0), (0, room - part.shape[2]), (0, 0))) for part in parts
@@ -365,12 +377,12 @@ class _Graph:
         try:
             logits, *updated = self._session.run(names, {**feeds, **self._caches})
         except Exception as error:  # noqa: BLE001
-            raise _refused(self._dtype, error) from None
+            raise _cannot_run(self._dtype, error) from None
         self._caches = dict(zip(self._caches, updated, strict=True))
         return np.asarray(logits)
 
 
-def _refused(dtype: Dtype, error: Exception) -> OutriderError:
+def _cannot_run(dtype: Dtype, error: Exception) -> OutriderError:
     return OutriderError(
         "backend",
         f"ONNX Runtime cannot run the {dtype} graph: {first_line(error)}",
@@ -394,12 +406,12 @@ class _Program:
             for side in (keys, values)
         ]
 
-    def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
+    def encode_sources(self, sources: Sequence[npt.NDArray[Any]]) -> None:
         """As `_Graph.read`."""
         program = read_program(self._folder, encoder=True)
-        encoder, ((given,), _) = program.module(), program.example_inputs
+        encoder, ((encoder_input,), _) = program.module(), program.example_inputs
         with torch.no_grad():
-            rows = [encoder(torch.from_numpy(source).to(given.dtype)) for source in sources]
+            rows = [encoder(torch.from_numpy(source).to(encoder_input.dtype)) for source in sources]
         lengths = [keys[0].shape[2] for keys, *_ in rows]
         room = max(lengths) + (8 if program.range_constraints else 0)  # E is dynamic, or fixed
 

@@ -31,12 +31,17 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .functions import attention as own_attention
 from .functions import recurrence
-from .functions.carrying import Carrying, Given, UnsupportedArchitecture, ours
+from .functions.stateful_layers import (
+    RecurrenceInputs,
+    StateCache,
+    UnsupportedArchitecture,
+    patched_layers,
+)
 from .weights.experts import experts
 
-NAME = "outrider"
+IMPLEMENTATION = "outrider"
 # Tensors that attention layers pass along, which add nothing to the mask.
-_HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+_IGNORED_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 # The attention layers that used the interface since the list was last cleared.
@@ -45,7 +50,9 @@ traced_layers: list[str] = []  # names only: a reference to a layer would keep i
 # A pending write of the next attention's keys and values to the cache. Layers of multi-head latent
 # attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) pass latents to their cache, and compute
 # keys and values from everything that it returns: in each call, from all rows of the slot.
-_waiting: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = []
+_pending_writes: list[
+    Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+] = []
 
 
 def _attention(
@@ -61,10 +68,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     traced_layers.append(type(module).__name__)
-    if _waiting:
-        key, value = _waiting.pop()(key, value)
+    if _pending_writes:
+        key, value = _pending_writes.pop()(key, value)
     extras = [
-        k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
+        k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _IGNORED_TENSORS
     ]
     if extras:
         raise UnsupportedArchitecture(f"its attention takes {', '.join(extras)}")
@@ -78,15 +85,15 @@ def _attention(
             raise UnsupportedArchitecture("its attention has a bias and a soft cap or sinks")
         lowest = torch.finfo(position_bias.dtype).min
         attention_mask = position_bias.masked_fill(~attention_mask, lowest)
-    exported, bent = torch.onnx.is_in_onnx_export(), bool(softcap) or s_aux is not None
-    if bent and attention_mask is None:
+    exporting, has_cap_or_sinks = torch.onnx.is_in_onnx_export(), bool(softcap) or s_aux is not None
+    if has_cap_or_sinks and attention_mask is None:
         raise UnsupportedArchitecture("its attention has a soft cap or sinks, and no mask")
-    uneven = key.shape[-1] != value.shape[-1] and position_bias is None
-    if exported and attention_mask is not None and (bent or uneven):
+    has_uneven_widths = key.shape[-1] != value.shape[-1] and position_bias is None
+    if exporting and attention_mask is not None and (has_cap_or_sinks or has_uneven_widths):
         # The operator has no sinks; TensorRT-RTX's parser refuses softcap and unequal widths.
         rows = query, key, value, attention_mask
-        out = own_attention.symbol(*rows, scaling, softcap, s_aux)
-    elif bent:
+        out = own_attention.attention_node(*rows, scaling, softcap, s_aux)
+    elif has_cap_or_sinks:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = query @ key.transpose(2, 3) * scaling
@@ -99,7 +106,7 @@ def _attention(
             scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         out = weights[..., : value.shape[2]] @ value
-    elif exported:
+    elif exporting:
         # Not torch.onnx.ops.attention, which assumes that values are as wide as keys.
         out = torch.onnx.ops.symbolic(
             "Attention",
@@ -114,7 +121,7 @@ def _attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
     out = out.transpose(1, 2)
-    return out.contiguous() if exported else out, None  # AFMoE's layers call `view` on it
+    return out.contiguous() if exporting else out, None  # AFMoE's layers call `view` on it
 
 
 def _mask(
@@ -140,12 +147,12 @@ def _mask(
     return mask if attention_mask is None else mask & attention_mask[:, None, None]
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
-ExpertsInterface.register(NAME, experts)
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+ExpertsInterface.register(IMPLEMENTATION, experts)
 
 
-class SlotCache(Carrying):
+class SlotCache(StateCache):
     """The slots as Transformers' `past_key_values`: new rows are scattered to `position`. If a
     layer passes rows of another size than the slot's (latents), the keys and values that its
     attention receives are written instead."""
@@ -158,31 +165,31 @@ class SlotCache(Carrying):
         states: Sequence[torch.Tensor] = (),  # [B, H, R, D], in the order of the calls
     ):
         super().__init__()
-        _waiting.clear()
+        _pending_writes.clear()
         self.keys, self.values, self.position = list(keys), list(values), position
         self.states = list(states)
-        self._places: dict[int, int] = {}  # index of each layer among those with keys
+        self._layer_indices: dict[int, int] = {}  # index of each layer among those with keys
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        place = self._places.setdefault(layer_idx, len(self._places))
-        if _sizes(key, value) == _sizes(self.keys[place], self.values[place]):
-            return self._write(place, key, value)
-        _waiting.append(partial(self._write, place))
+        index = self._layer_indices.setdefault(layer_idx, len(self._layer_indices))
+        if _sizes(key, value) == _sizes(self.keys[index], self.values[index]):
+            return self._write(index, key, value)
+        _pending_writes.append(partial(self._write, index))
         return key, value
 
     def _convolve(
-        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, state_index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        slot = self.states[state]
-        said, self.states[state] = recurrence.convolve(x, weight, bias, slot, self.position)
-        return said
+        slot = self.states[state_index]
+        output, self.states[state_index] = recurrence.convolve(x, weight, bias, slot, self.position)
+        return output
 
-    def _recur(self, state: int, given: Given) -> torch.Tensor:
-        slot = self.states[state]
-        said, self.states[state] = recurrence.recur(*given, slot, self.position)
-        return said
+    def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
+        slot = self.states[state_index]
+        output, self.states[state_index] = recurrence.recur(*inputs, slot, self.position)
+        return output
 
     def _write(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -202,8 +209,8 @@ class SlotCache(Carrying):
                 version=24,
             )
         batch = torch.arange(slot.shape[0], device=slot.device)[:, None]
-        into = self.position[:, None] + torch.arange(rows.shape[2], device=slot.device)
-        slot[batch, :, into] = rows.transpose(1, 2)  # in place; [B, N, Hkv, D]
+        row_index = self.position[:, None] + torch.arange(rows.shape[2], device=slot.device)
+        slot[batch, :, row_index] = rows.transpose(1, 2)  # in place; [B, N, Hkv, D]
         return slot
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
@@ -213,7 +220,7 @@ class SlotCache(Carrying):
         return self.keys[0].shape[2], 0
 
 
-def _empty(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_slot(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An empty slot, and position 0."""
     return like.new_zeros(*sizes), torch.zeros(sizes[0], dtype=torch.long)
 
@@ -222,13 +229,13 @@ def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
     return [(rows.shape[1], rows.shape[3]) for rows in (key, value)]
 
 
-class Stored(Carrying):
+class RecordingCache(StateCache):
     """An empty cache that records what each layer stores, or what its attention receives if that
     has another width."""
 
     def __init__(self) -> None:
         super().__init__()
-        _waiting.clear()
+        _pending_writes.clear()
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.states: dict[int, tuple[int, int]] = {}  # (H, D) of a row
@@ -238,28 +245,28 @@ class Stored(Carrying):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys[layer_idx], self.values[layer_idx] = key, value
-        _waiting.append(partial(self._attended, layer_idx))
+        _pending_writes.append(partial(self._record_attended, layer_idx))
         return key, value
 
     def _convolve(
-        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, state_index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         (batch, channels, _), taps = x.shape, weight.shape[1]
-        self.states[state], self.reach = (1, channels), max(self.reach, taps - 1, 1)
-        return recurrence.convolve(x, weight, bias, *_empty(x, batch, 1, taps, channels))[0]
+        self.states[state_index], self.reach = (1, channels), max(self.reach, taps - 1, 1)
+        return recurrence.convolve(x, weight, bias, *_empty_slot(x, batch, 1, taps, channels))[0]
 
-    def _recur(self, state: int, given: Given) -> torch.Tensor:
-        query, key, value, decay, beta = given
+    def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
+        query, key, value, decay, beta = inputs
         batch, _, heads, width = value.shape
         row = query.shape[3] * width
-        self.states[state], self.reach = (heads, row), max(self.reach, 1)
+        self.states[state_index], self.reach = (heads, row), max(self.reach, 1)
         # In float32 also for a half-precision model, which is refused later on.
         wide = query.float(), key.float(), value.float(), decay.float()
         beta = None if beta is None else beta.float()
-        said, _ = recurrence.recur(*wide, beta, *_empty(wide[2], batch, heads, 1, row))
-        return said.to(value.dtype)
+        output, _ = recurrence.recur(*wide, beta, *_empty_slot(wide[2], batch, heads, 1, row))
+        return output.to(value.dtype)
 
-    def _attended(
+    def _record_attended(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         widths = key.shape[3], value.shape[3]
@@ -275,15 +282,15 @@ class Stored(Carrying):
 
 
 @contextmanager
-def asked_rows(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[None]:
+def limit_logits(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[None]:
     """Within the context, only these of the N positions get logits. Not by `logits_to_keep`, which
     encoder-decoders lack and which some models pass on to their attention."""
     outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    asked = outputs.register_forward_pre_hook(lambda _, x: x[0][:, logits_index])
+    hook = outputs.register_forward_pre_hook(lambda _, x: x[0][:, logits_index])
     try:
         yield
     finally:
-        asked.remove()
+        hook.remove()
 
 
 class Decoder(torch.nn.Module):
@@ -313,7 +320,7 @@ class Decoder(torch.nn.Module):
         if self.max_positions is not None:
             # Drafted rows beyond the table are never read, but the look-up must stay within it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        with asked_rows(self.model, logits_index), ours(self.model):
+        with limit_logits(self.model, logits_index), patched_layers(self.model):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -328,12 +335,12 @@ class Decoder(torch.nn.Module):
 class Example:
     """Arguments to trace a module with.
 
-    open_sizes: the dynamic sizes of the arguments, in torch.export's form. inputs, outputs: their
-    names in the contract.
+    dynamic_shapes: the dynamic sizes of the arguments, in torch.export's form. inputs, outputs:
+    their names in the contract.
     """
 
     arguments: tuple[Any, ...]
-    open_sizes: tuple[Any, ...]
+    dynamic_shapes: tuple[Any, ...]
     inputs: list[str]
     outputs: list[str]
 
@@ -362,14 +369,14 @@ def example(
         torch.tensor([0, 2]),
         *caches,
     )
-    open_caches = [[{0: slots, 2: rows} for _ in side] for side in caches[:2]]
+    dynamic_caches = [[{0: slots, 2: rows} for _ in side] for side in caches[:2]]
     if state_shapes:
-        open_caches.append([{0: slots} for _ in state_shapes])
+        dynamic_caches.append([{0: slots} for _ in state_shapes])
     sides = (("key", key_shapes), ("value", value_shapes), ("state", state_shapes))
-    cache_names = [name for side in sides for name in numbered(*side)]
+    cache_names = [name for side in sides for name in layer_names(*side)]
     return Example(
         arguments,
-        ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *open_caches),
+        ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *dynamic_caches),
         ["input_ids", "position", "logits_index", *cache_names],
         ["logits", *(f"{name}_out" for name in cache_names)],
     )
@@ -382,6 +389,6 @@ def example_caches(
     return [torch.zeros(2, heads, rows, width, dtype=dtype) for heads, width in shapes]
 
 
-def numbered(name: str, layers: Sequence[object]) -> list[str]:
+def layer_names(name: str, layers: Sequence[object]) -> list[str]:
     """The contract's names for a tensor that each layer has."""
     return [f"{name}_{i}" for i in range(len(layers))]

@@ -24,13 +24,21 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from runtime.files.generation import FeatureFacts
 
-from .decoder import Decoder, Example, SlotCache, Stored, asked_rows, example_caches, numbered
+from .decoder import (
+    Decoder,
+    Example,
+    RecordingCache,
+    SlotCache,
+    example_caches,
+    layer_names,
+    limit_logits,
+)
 
 Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
 STATES = "encoder_states"
 
 
-class Caches(EncoderDecoderCache):
+class TextAndSourceCache(EncoderDecoderCache):
     """Two caches as Transformers' decoders expect them: one for the text, one for the source.
 
     written: number of layers whose keys and values of the source are present, and are not computed
@@ -63,19 +71,19 @@ class Encoder(torch.nn.Module):
     def forward(
         self, source: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        stored = Stored()
+        source_cache = RecordingCache()
         states = self.model(
             # The decoder's output is not used, so its computation is not in the graph.
             decoder_input_ids=torch.zeros(1, 1, dtype=torch.long, device=source.device),
-            past_key_values=Caches(Stored(), stored),
+            past_key_values=TextAndSourceCache(RecordingCache(), source_cache),
             use_cache=True,
-            **self.reading(source),
+            **self.source_arguments(source),
         ).encoder_last_hidden_state
-        return list(stored.keys.values()), list(stored.values.values()), states
+        return list(source_cache.keys.values()), list(source_cache.values.values()), states
 
-    def reading(self, source: torch.Tensor) -> dict[str, Any]:
+    def source_arguments(self, source: torch.Tensor) -> dict[str, Any]:
         """The source as arguments of the model."""
-        return reading(self.model, source)
+        return source_arguments(self.model, source)
 
 
 class SharedEncoder(Encoder):
@@ -87,11 +95,11 @@ class SharedEncoder(Encoder):
         keys, values, _ = super().forward(source)
         return keys, values
 
-    def reading(self, source: torch.Tensor) -> dict[str, Any]:
+    def source_arguments(self, source: torch.Tensor) -> dict[str, Any]:
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=source)}
 
 
-def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
+def source_arguments(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sources as arguments of the whole model: token ids [B, E], or features [B, F, T]."""
     name = model.main_input_name
     if source.is_floating_point():
@@ -105,7 +113,7 @@ def arguments(
     """Sequences [B, T] as arguments of the whole model, with their sources if it has an encoder."""
     if sources is None:
         return {"input_ids": ids}
-    return {**reading(model, sources), "decoder_input_ids": ids}
+    return {**source_arguments(model, sources), "decoder_input_ids": ids}
 
 
 def example_source(features: FeatureFacts | None) -> torch.Tensor:
@@ -140,26 +148,28 @@ class SourceDecoder(Decoder):
             for key, value in zip(cross_keys, cross_values, strict=True)
         ]
         slots, rows = cross_keys[0].shape[0], cross_keys[0].shape[2]
-        numbers: dict[str, torch.Tensor] = {}
+        position_arguments: dict[str, torch.Tensor] = {}
         if "decoder_position_ids" in signature(self.model.forward).parameters:
             width = torch.arange(input_ids.shape[1], device=position.device)
-            numbers = {"decoder_position_ids": position[:, None] + width}
-        slotwise = _for_each_slot(self.model, self.max_positions)
-        with slotwise, asked_rows(self.model, logits_index):
+            position_arguments = {"decoder_position_ids": position[:, None] + width}
+        slotwise = _positions_per_slot(self.model, self.max_positions)
+        with slotwise, limit_logits(self.model, logits_index):
             logits = self.model(
                 # Never read: the keys and values that they would be projected to are present.
                 encoder_outputs=BaseModelOutput(cross_keys[0].new_zeros(slots, rows, 1)),
                 attention_mask=torch.arange(rows, device=position.device) < source_length[:, None],
                 decoder_input_ids=input_ids,
-                past_key_values=Caches(text, SimpleNamespace(layers=layers), len(layers)),
+                past_key_values=TextAndSourceCache(
+                    text, SimpleNamespace(layers=layers), len(layers)
+                ),
                 use_cache=True,
-                **numbers,
+                **position_arguments,
             ).logits
         return logits.float(), text.keys, text.values
 
 
 @contextmanager
-def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
+def _positions_per_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
     """Within the context, positions are computed for each slot separately: Transformers' encoder-
     decoders assume one length for all."""
     replaced: list[tuple[torch.nn.Module, str]] = []
@@ -170,13 +180,17 @@ def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterato
 
     for module in model.modules():
         if hasattr(module, "compute_bias"):
-            replace(module, "compute_bias", _bias)
+            replace(module, "compute_bias", _bias_per_slot)
         if {"position_ids", "past_key_values_length"} <= signature(
             module.forward
         ).parameters.keys():
-            replace(module, "forward", partial(_look_up, max_positions))
+            replace(module, "forward", partial(_embed_positions_per_slot, max_positions))
         if hasattr(module, "create_position_ids_from_input_ids"):
-            replace(module, "create_position_ids_from_input_ids", partial(_number, max_positions))
+            replace(
+                module,
+                "create_position_ids_from_input_ids",
+                partial(_number_positions, max_positions),
+            )
     try:
         yield
     finally:
@@ -184,7 +198,7 @@ def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterato
             delattr(module, name)
 
 
-def _bias(
+def _bias_per_slot(
     compute: Callable[..., torch.Tensor],  # returns [1, H, N, S], for tokens from past_seen_tokens
     query_length: int,
     key_length: int,
@@ -204,7 +218,7 @@ def _bias(
     return table[:, key_length - 1 - behind.clamp(min=0)].transpose(0, 1)
 
 
-def _look_up(
+def _embed_positions_per_slot(
     max_positions: int | None,
     table: Callable[..., torch.Tensor],
     input_ids: Any,
@@ -220,7 +234,7 @@ def _look_up(
     return found.reshape(*position_ids.shape, -1)
 
 
-def _number(
+def _number_positions(
     max_positions: int | None,
     _: Callable[..., torch.Tensor],
     input_ids: torch.Tensor,  # [B, N]
@@ -243,32 +257,32 @@ def example_encoder(
 ) -> Example:
     """An example for tracing an `Encoder`, with dynamic E if it reads ids; the shapes are those of
     the source's caches. states: the input of a `SharedEncoder`, with E = 3 or all audio rows."""
-    outputs = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
-    open_sizes = {} if features else {1: torch.export.Dim("source")}
+    outputs = [*layer_names("cross_key", key_shapes), *layer_names("cross_value", value_shapes)]
+    dynamic_shapes = {} if features else {1: torch.export.Dim("source")}
     if states is not None:
-        return Example((states,), (open_sizes,), [STATES], outputs)
+        return Example((states,), (dynamic_shapes,), [STATES], outputs)
     name = "input_features" if features else "input_ids"
-    return Example((example_source(features),), (open_sizes,), [name], [*outputs, STATES])
+    return Example((example_source(features),), (dynamic_shapes,), [name], [*outputs, STATES])
 
 
-def states_of(model: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:
-    """The encoder's output for these sources, [B, E, D]; see `reading`."""
+def encoder_states(model: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:
+    """The encoder's output for these sources, [B, E, D]; see `source_arguments`."""
     encoder: Any = model.get_encoder()
     with torch.no_grad():
-        states: torch.Tensor = encoder(**reading(model, source)).last_hidden_state
+        states: torch.Tensor = encoder(**source_arguments(model, source)).last_hidden_state
     return states
 
 
 def example_decoder(text: Example, key_shapes: Shapes, value_shapes: Shapes) -> Example:
     """An example for tracing a `SourceDecoder`. text: that of a `Decoder`."""
-    slots, source = text.open_sizes[1][0], torch.export.Dim("source")
+    slots, source = text.dynamic_shapes[1][0], torch.export.Dim("source")
     dtype = text.arguments[-1][0].dtype
     caches = [example_caches(shapes, 5, dtype) for shapes in (key_shapes, value_shapes)]
-    of_caches = [[{0: slots, 2: source} for _ in side] for side in caches]
-    names = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
+    dynamic_caches = [[{0: slots, 2: source} for _ in side] for side in caches]
+    names = [*layer_names("cross_key", key_shapes), *layer_names("cross_value", value_shapes)]
     return Example(
         (*text.arguments, *caches, torch.tensor([1, 2])),
-        (*text.open_sizes, *of_caches, {0: slots}),
+        (*text.dynamic_shapes, *dynamic_caches, {0: slots}),
         [*text.inputs, *names, "source_length"],
         text.outputs,
     )

@@ -16,13 +16,13 @@ _fusion: Any = _rotary_embedding  # untyped
 
 def fuse_norms(model: ir.Model) -> None:
     """Fuse RMS norms, in place."""
-    _roots(model)
-    _scale_all(model)
+    _split_inverse_roots(model)
+    _add_unit_scales(model)
     _rms_normalization.fuse_rms_normalization(model)
-    _match_norms(model)
+    _match_norm_types(model)
 
 
-def _roots(model: ir.Model) -> None:
+def _split_inverse_roots(model: ir.Model) -> None:
     """Rewrite x ** -0.5, as in Gemma 3n and 4, to the form that the library's rule matches."""
     for node in [node for node in model.graph if node.op_type == "Pow"]:
         x, power = node.inputs
@@ -32,14 +32,14 @@ def _roots(model: ir.Model) -> None:
         old = node.outputs[0]
         root = ir.node("Sqrt", [x])
         inverse = ir.node("Reciprocal", root.outputs)
-        for made in (root.outputs[0], inverse.outputs[0]):
-            made.shape, made.type = old.shape, old.type
+        for value in (root.outputs[0], inverse.outputs[0]):
+            value.shape, value.type = old.shape, old.type
         model.graph.insert_before(node, [root, inverse])
         ir.convenience.replace_all_uses_with(old, inverse.outputs[0])
         model.graph.remove(node, safe=True)
 
 
-def _scale_all(model: ir.Model) -> None:
+def _add_unit_scales(model: ir.Model) -> None:
     """Give a norm without a scale, or with several, a scale of ones: the operator needs one."""
     for node in [node for node in model.graph if node.op_type == "Mul"]:
         x, normed = node.inputs[0], node.outputs[0]
@@ -72,8 +72,8 @@ def _is_inverse_of_root(value: ir.Value | None) -> bool:
 def _is_scaled(node: ir.Node, value: ir.Value) -> bool:
     """Whether the node multiplies the value, possibly after a cast, by a number per column."""
     if node.op_type == "Cast":
-        rounded = node.outputs[0]
-        return any(_is_scaled(use.node, rounded) for use in rounded.uses())
+        cast = node.outputs[0]
+        return any(_is_scaled(use.node, cast) for use in cast.uses())
     if node.op_type != "Mul":
         return False
     return any(
@@ -83,7 +83,7 @@ def _is_scaled(node: ir.Node, value: ir.Value) -> bool:
     )  # fmt: skip
 
 
-def _match_norms(model: ir.Model) -> None:
+def _match_norm_types(model: ir.Model) -> None:
     """Cast the input of a norm to the type of its scale, which is its output's type.
 
     Gemma, OLMo 2 and GPT-OSS scale in float32 before they round. The operator allows two types,
@@ -103,7 +103,7 @@ def _match_norms(model: ir.Model) -> None:
 
 def fuse_rotary(model: ir.Model) -> None:
     """Fuse rotary embeddings, in place."""
-    RewriteRuleSet([_TurnedFirst.rule()]).apply_to_model(model)
+    RewriteRuleSet([_TransposeFirst.rule()]).apply_to_model(model)
     RewriteRuleSet([_Rotary.rule()]).apply_to_model(model)
     _rotary_embedding.fuse_partial_rotary_embedding(model)
 
@@ -118,11 +118,11 @@ class _Rotary(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
     def pattern(  # type: ignore[no-untyped-def]
         self, op, x, cos, sin, start1, end1, start2, end2, one1, one2
     ):
-        turned = _fusion._rotate_half_pattern(op, x, start1, end1, start2, end2)
-        return x * op.Unsqueeze(cos, one1) + turned * op.Unsqueeze(sin, one2)
+        rotated_half = _fusion._rotate_half_pattern(op, x, start1, end1, start2, end2)
+        return x * op.Unsqueeze(cos, one1) + rotated_half * op.Unsqueeze(sin, one2)
 
     def check(self, op: Any, cos: Any, sin: Any, **found: Any) -> Any:
-        if not all(_repeats(value) for value in (cos, sin)):
+        if not all(_repeats_first_half(value) for value in (cos, sin)):
             return MatchResult().fail("no repeated half")
         return super().check(op, **found)
 
@@ -131,15 +131,15 @@ class _Rotary(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
         return op.RotaryEmbedding(x, *halves, interleaved=0, num_heads=x.shape[1])
 
 
-class _TurnedFirst(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
+class _TransposeFirst(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
     """Transposes heads to [B, H, N, D] before the rotation, as in other models. Gemma 3n and 4
     rotate them as the product returns them, [B, N, H, D]."""
 
     def pattern(  # type: ignore[no-untyped-def]
         self, op, x, cos, sin, start1, end1, start2, end2, two1, two2
     ):
-        turned = _fusion._rotate_half_pattern(op, x, start1, end1, start2, end2)
-        rotated = x * op.Unsqueeze(cos, two1) + turned * op.Unsqueeze(sin, two2)
+        rotated_half = _fusion._rotate_half_pattern(op, x, start1, end1, start2, end2)
+        rotated = x * op.Unsqueeze(cos, two1) + rotated_half * op.Unsqueeze(sin, two2)
         return op.Transpose(rotated, perm=[0, 2, 1, 3])
 
     def check(self, op: Any, x: Any, two1: Any, two2: Any, **found: Any) -> Any:
@@ -156,25 +156,25 @@ class _TurnedFirst(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
             op.Slice(heads, found[f"start{half}"], found[f"end{half}"], last, one)
             for half in (1, 2)
         )
-        turned = op.Concat(op.Neg(second), first, axis=-1)
+        rotated_half = op.Concat(op.Neg(second), first, axis=-1)
         cos, sin = op.Unsqueeze(cos, one), op.Unsqueeze(sin, one)
-        return op.Add(op.Mul(heads, cos), op.Mul(turned, sin))
+        return op.Add(op.Mul(heads, cos), op.Mul(rotated_half, sin))
 
 
-def _repeats(value: Any) -> bool:
+def _repeats_first_half(value: Any) -> bool:
     """Whether the last axis holds the same values twice."""
     if value is None or (node := value.producer()) is None:
         return False
     if node.op_type == "Mul":  # by a number
-        return _repeats(node.inputs[0]) and _is_number(node.inputs[1])
+        return _repeats_first_half(node.inputs[0]) and _is_number(node.inputs[1])
     if node.op_type in ("Cos", "Sin"):
-        return _repeats(node.inputs[0])
+        return _repeats_first_half(node.inputs[0])
     twice = node.op_type == "Concat" and len(node.inputs) == 2
     return twice and node.inputs[0] is node.inputs[1] and node.attributes["axis"].as_int() == -1
 
 
 def _half(op: Any, value: Any) -> Any:
-    """The repeated half of a value for which `_repeats` is true."""
+    """The repeated half of a value for which `_repeats_first_half` is true."""
     node = value.producer()
     if node.op_type == "Concat":
         return node.inputs[0]

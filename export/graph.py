@@ -34,7 +34,7 @@ from .functions import attention, recurrence
 from .functions.own import OPSET
 from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
-from .weights.operators import dense_tables, dequantise_linear, initializer, turns
+from .weights.operators import dequantise_linear, initializer, is_transpose, make_tables_dense
 
 # A constant larger than this many elements is a weight, not shape arithmetic.
 _FOLD_LIMIT = 4096
@@ -50,7 +50,7 @@ def trace(module: torch.nn.Module, example: Example) -> ir.Model:
             optimize=False,
             verbose=False,
             opset_version=OPSET,
-            dynamic_shapes=example.open_sizes,
+            dynamic_shapes=example.dynamic_shapes,
             input_names=example.inputs,
             output_names=example.outputs,
         )
@@ -62,7 +62,7 @@ def simplify(model: ir.Model) -> None:
     """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
     traced = list(model.graph.initializers.values())
     with quiet():
-        dense_tables(model)
+        make_tables_dense(model)
         _keep_exact(model)
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         fuse_norms(model)
@@ -71,7 +71,7 @@ def simplify(model: ir.Model) -> None:
         CommonSubexpressionEliminationPass()(model)
         _gather_positions(model)
         _transpose_weights(model)
-        _pack_products(model)
+        _merge_products(model)
         dequantise_linear(model)
         attention.define(model)
         recurrence.define(model)
@@ -116,7 +116,7 @@ def _gather_positions(model: ir.Model) -> None:
         after = [use.node for use in node.outputs[0].uses()]
         if batch or len(after) != 1 or index is None or index.op_type != "Unsqueeze":
             continue
-        if not all(turns(each, 1, 0, 2) for each in (before, *after)):
+        if not all(is_transpose(each, 1, 0, 2) for each in (before, *after)):
             continue
         assert before is not None
         gather = ir.node("Gather", [before.inputs[0], index.inputs[0]], {"axis": 1})
@@ -146,7 +146,7 @@ def _transpose_weights(model: ir.Model) -> None:
         del model.graph.initializers[source.name]
 
 
-def _pack_products(model: ir.Model) -> None:
+def _merge_products(model: ir.Model) -> None:
     """Replace products of one x with several weights (those for queries, keys and values, those
     for gate and up) by one product and a split.
 
@@ -154,57 +154,59 @@ def _pack_products(model: ir.Model) -> None:
     """
     products: dict[object, list[ir.Node]] = {}
     for node in model.graph:
-        if _own_weights(node):
+        if _unshared_weights(node):
             products.setdefault((node.inputs[0], node.op_type), []).append(node)
     for nodes in products.values():
         if len(nodes) > 1:
-            _pack(model, nodes)
+            _merge(model, nodes)
 
 
-def _own_weights(product: ir.Node) -> list[ir.TensorProtocol]:
+def _unshared_weights(product: ir.Node) -> list[ir.TensorProtocol]:
     """The weight [K, N] of a MatMul, or the levels and scales [N, ..] of a quantised product; empty
     if another node reads them too."""
     inputs = {"MatMul": (1,), PRODUCT: (1, 2)}.get(product.op_type, ())
-    weights = [_own_weight(product, i, dimensions=2) for i in inputs]
-    own = [weight for weight in weights if weight is not None]
-    return own if len(own) == len(weights) else []
+    weights = [_unshared_weight(product, i, dimensions=2) for i in inputs]
+    unshared = [weight for weight in weights if weight is not None]
+    return unshared if len(unshared) == len(weights) else []
 
 
-def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
+def _merge(model: ir.Model, products: Sequence[ir.Node]) -> None:
     first = products[0]
     outputs = -1 if first.op_type == "MatMul" else 0  # the axis of N
-    alike: dict[int, list[ir.Node]] = {}  # by bits: one matrix of 4 bits, one of 8
+    by_bits: dict[int, list[ir.Node]] = {}  # by bits: one matrix of 4 bits, one of 8
     for node in products:
-        alike.setdefault(_bits(node), []).append(node)
-    weights = [[_own_weights(node) for node in nodes] for nodes in alike.values()]
-    products = [node for nodes in alike.values() for node in nodes]
-    sizes = [own[0].shape.numpy()[outputs] for several in weights for own in several]
+        by_bits.setdefault(_bits(node), []).append(node)
+    weights = [[_unshared_weights(node) for node in nodes] for nodes in by_bits.values()]
+    products = [node for nodes in by_bits.values() for node in nodes]
+    sizes = [each[0].shape.numpy()[outputs] for several in weights for each in several]
     ends = [node.outputs[0] for node in products]
     wide = [parts for several in weights for parts in zip(*several, strict=True)]
-    packed = [_packed(model, parts, outputs) for parts in wide]
-    bits = {"bits": list(alike)} if first.op_type == PRODUCT else {}
-    made = [ir.node(first.op_type, [first.inputs[0], *packed], bits, domain=first.domain)]
+    packed = [_concatenated(model, parts, outputs) for parts in wide]
+    bits = {"bits": list(by_bits)} if first.op_type == PRODUCT else {}
+    new_nodes = [ir.node(first.op_type, [first.inputs[0], *packed], bits, domain=first.domain)]
     sums = [found for end in ends if (found := _sum_with_bias(end)) is not None]
     if [b.shape.numpy()[0] for _, b in sums] == sizes:
         # One sum too. If only some have a bias, the sums stay after the split.
-        made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums], 0)]))
+        new_nodes.append(
+            ir.node("Add", [new_nodes[0].outputs[0], _concatenated(model, [b for _, b in sums], 0)])
+        )
         ends = [node.outputs[0] for node, _ in sums]
     widths = ir.tensor(sizes, name=f"{weights[0][0][0].name}.widths")
-    inputs = [made[-1].outputs[0], initializer(model, widths)]
-    made.append(ir.node("Split", inputs, {"axis": -1}, num_outputs=len(ends)))
-    for end, part in zip(ends, made[-1].outputs, strict=True):
+    inputs = [new_nodes[-1].outputs[0], initializer(model, widths)]
+    new_nodes.append(ir.node("Split", inputs, {"axis": -1}, num_outputs=len(ends)))
+    for end, part in zip(ends, new_nodes[-1].outputs, strict=True):
         part.shape, part.type = end.shape, end.type
         ir.convenience.replace_all_uses_with(end, part)
-    for node in made[:-1]:
+    for node in new_nodes[:-1]:
         node.outputs[0].type = ends[0].type
-    model.graph.insert_before(first, made)
+    model.graph.insert_before(first, new_nodes)
 
 
 def _bits(product: ir.Node) -> int:
     return product.attributes["bits"].as_ints()[0] if product.op_type == PRODUCT else 0
 
 
-def _own_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProtocol | None:
+def _unshared_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProtocol | None:
     """The weight at this input, if no other node reads it."""
     value = node.inputs[index]
     if value is None or not value.is_initializer() or len(value.uses()) > 1:
@@ -218,20 +220,20 @@ def _sum_with_bias(product: ir.Value) -> tuple[ir.Node, ir.TensorProtocol] | Non
     uses = list(product.uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add":
         return None
-    bias = _own_weight(uses[0].node, 1 - uses[0].idx, dimensions=1)
+    bias = _unshared_weight(uses[0].node, 1 - uses[0].idx, dimensions=1)
     return None if bias is None else (uses[0].node, bias)
 
 
-def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol], axis: int) -> ir.Value:
+def _concatenated(model: ir.Model, parts: Sequence[ir.TensorProtocol], axis: int) -> ir.Value:
     """The weights concatenated along `axis`, materialised only while they are written."""
 
     def materialise() -> ir.TensorProtocol:
-        packed, end = np.empty(shape.numpy(), dtype.numpy()), 0
-        along = np.moveaxis(packed, axis, 0)
+        whole, end = np.empty(shape.numpy(), dtype.numpy()), 0
+        along_axis = np.moveaxis(whole, axis, 0)
         for part in parts:  # one at a time: a transposed part is a temporary copy
             begin, end = end, end + part.shape.numpy()[axis]
-            along[begin:end] = np.moveaxis(part.numpy(), axis, 0)
-        return ir.tensor(packed, dtype=dtype)
+            along_axis[begin:end] = np.moveaxis(part.numpy(), axis, 0)
+        return ir.tensor(whole, dtype=dtype)
 
     dtype = parts[0].dtype
     sizes = list(parts[0].shape.numpy())

@@ -26,14 +26,14 @@ from runtime.files.errors import OutriderError, first_line, out_of_memory
 from runtime.files.progress import note
 
 from .checkpoint import Checkpoint
-from .decoder import NAME, Stored, traced_layers
-from .encoder import Caches, example_source, reading
+from .decoder import IMPLEMENTATION, RecordingCache, traced_layers
+from .encoder import TextAndSourceCache, example_source, source_arguments
 from .formats.packed import Lazy
-from .functions.carrying import UnsupportedArchitecture, ours
+from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
-_OLD = ".attn.masked_bias"  # a constant in old files of GPT-2
+_UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
@@ -56,14 +56,16 @@ def check_length(checkpoint: Checkpoint, max_len: int) -> None:
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model with all its weights, in evaluation mode, with eager attention. Raises as
-    `read` and `ready`."""
-    return ready(read(checkpoint, dtype), checkpoint)
+    `read_weights` and `prepare`."""
+    return prepare(read_weights(checkpoint, dtype), checkpoint)
 
 
-def read(
-    checkpoint: Checkpoint, dtype: torch.dtype, given: Callable[[Lazy], Lazy] = lambda lazy: lazy
+def read_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    transform: Callable[[Lazy], Lazy] = lambda lazy: lazy,
 ) -> PreTrainedModel:
-    """Load the model by Transformers. given: maps each packed tensor to the one passed to it.
+    """Load the model by Transformers. transform: replaces each packed tensor.
 
     Raises OutriderError "checkpoint" if weights are missing, damaged, or not part of the model,
     "architecture" if Transformers has no causal model of this kind.
@@ -76,13 +78,15 @@ def read(
     }  # fmt: skip
     try:
         if checkpoint.packed:
-            kind: Any = _causal(checkpoint)[1][type(checkpoint.config)]
-            tensors = {key: given(each) for key, each in checkpoint.packed.tensors().items()}
+            kind: Any = _causal_classes(checkpoint)[1][type(checkpoint.config)]
+            tensors = {key: transform(each) for key, each in checkpoint.packed.tensors().items()}
             model, info = kind.from_pretrained(
                 None, config=checkpoint.config, state_dict=tensors, **options
             )
         else:
-            kind = AutoModelForSeq2SeqLM if checkpoint.has_encoder else _causal(checkpoint)[0]
+            kind = (
+                AutoModelForSeq2SeqLM if checkpoint.has_encoder else _causal_classes(checkpoint)[0]
+            )
             kind = AutoModelForSpeechSeq2Seq if checkpoint.features else kind
             model, info = kind.from_pretrained(checkpoint.path, trust_remote_code=False, **options)
     except OutriderError:
@@ -103,22 +107,22 @@ def read(
             "Download the checkpoint again.",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
-        name, there, wanted = mismatched[0]
+        name, stored, expected = mismatched[0]
         raise OutriderError(
             "checkpoint",
             f"the sizes of {len(mismatched)} weights of {checkpoint.source} differ from its "
-            f"config.json, {name} first: {[*there]}, not {[*wanted]}",
+            f"config.json, {name} first: {[*stored]}, not {[*expected]}",
             "Check that config.json belongs to these weights.",
         )
     # Tables of sines, which Transformers computes and Pegasus' files lack.
-    made = {name for name in info["missing_keys"] if _made(model, name)}
-    if missing := sorted(info["missing_keys"] - made):
+    computed = {name for name in info["missing_keys"] if _is_computed(model, name)}
+    if missing := sorted(info["missing_keys"] - computed):
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
             "Download the checkpoint completely.",
         )
-    if unused := sorted(name for name in info["unexpected_keys"] if not name.endswith(_OLD)):
+    if unused := sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED)):
         adapter = any("lora" in name for name in unused)
         raise OutriderError(
             "checkpoint",
@@ -131,12 +135,12 @@ def read(
     return model
 
 
-def _made(model: PreTrainedModel, name: str) -> bool:
+def _is_computed(model: PreTrainedModel, name: str) -> bool:
     module = model.get_submodule(name.rpartition(".")[0])
     return hasattr(module, "create_weight")
 
 
-def ready(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
     """Prepare the model for inference, in place, and drop modules that text does not pass through.
     Raises OutriderError "architecture" if it does not run on text alone, or its output matrix is
     unknown."""
@@ -144,13 +148,13 @@ def ready(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
     model.train(False)
     model.requires_grad_(False)
     if checkpoint.text_config is not checkpoint.config and not checkpoint.has_encoder:
-        _keep_text(model, checkpoint)
+        _drop_other_modalities(model, checkpoint)
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise checkpoint.refused("Transformers does not know its output matrix")
     return model
 
 
-def _causal(checkpoint: Checkpoint) -> tuple[Any, Any]:
+def _causal_classes(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """Transformers' auto class for the decoder, and its mapping. For a model that also takes images
     or audio it is the class that the checkpoint names, which has all of its weights."""
     kind = type(checkpoint.config)
@@ -162,18 +166,18 @@ def _causal(checkpoint: Checkpoint) -> tuple[Any, Any]:
     return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-class _Absent(torch.nn.Module):
+class _RemovedModule(torch.nn.Module):
     """Replaces a removed tower: some models ask for its device, whatever their input."""
 
     device = torch.device("cpu")
 
 
-def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+def _drop_other_modalities(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Drop the modules that text does not pass through: vision and audio towers, and their
     projections."""
-    ran = set()
+    used_modules = set()
     hooks = [
-        module.register_forward_pre_hook(lambda module, _: ran.add(module))
+        module.register_forward_pre_hook(lambda module, _: used_modules.add(module))
         for module in model.modules()
     ]
     try:
@@ -186,12 +190,12 @@ def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             hook.remove()
     for parent in (model, model.base_model):
         for name, child in [*parent.named_children()]:
-            if ran.isdisjoint(child.modules()):
-                setattr(parent, name, _Absent())
+            if used_modules.isdisjoint(child.modules()):
+                setattr(parent, name, _RemovedModule())
     note(f"{checkpoint.source}: only its text decoder is exported, without images or audio")
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return free memory that Python and the C library still hold to the operating system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
@@ -219,7 +223,7 @@ def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | N
     return None if rotary else checkpoint.max_len
 
 
-def width(model: PreTrainedModel) -> int:
+def logits_width(model: PreTrainedModel) -> int:
     """V of the logits. Callers use this instead of the weight: a reference to it would keep all
     weights mapped."""
     outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -232,15 +236,15 @@ def first_token(model: PreTrainedModel) -> int | None:
     if model.config.is_encoder_decoder:
         config, name = model.config, "decoder_start_token_id"
     first = getattr(config, name, None)
-    return first if isinstance(first, int) and 0 <= first < width(model) else None
+    return first if isinstance(first, int) and 0 <= first < logits_width(model) else None
 
 
 @dataclass(frozen=True)
 class CacheShapes:
     """Per layer (H, D) of a row's keys and values: those of the text, and of the source, if any.
 
-    source_rows: the fixed number of rows of an audio source; None for other models. states: the
-    width of the encoder's output, 0 without an encoder. carried: (H, D) of the rows that recurrent
+    source_rows: the fixed number of rows of an audio source; None for other models. encoder_width:
+    of the encoder's output, 0 without an encoder. state_shapes: (H, D) of the rows that recurrent
     layers keep. reach: how many of these rows before its first token a call reads.
     """
 
@@ -249,15 +253,15 @@ class CacheShapes:
     source_keys: list[tuple[int, int]] = field(default_factory=list)
     source_values: list[tuple[int, int]] = field(default_factory=list)
     source_rows: int | None = None
-    states: int = 0
-    carried: list[tuple[int, int]] = field(default_factory=list)
+    encoder_width: int = 0
+    state_shapes: list[tuple[int, int]] = field(default_factory=list)
     reach: int = 0
 
 
-def carries(model: PreTrainedModel) -> bool:
+def has_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether its layers carry a recurrent state; False if it does not run with our cache."""
-    cache = Stored()
-    with torch.no_grad(), ours(model), suppress(Exception):
+    cache = RecordingCache()
+    with torch.no_grad(), patched_layers(model), suppress(Exception):
         model(input_ids=torch.tensor([[0, 1]]), past_key_values=cache, use_cache=True)
     return bool(cache.states)
 
@@ -272,31 +276,35 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     kind = getattr(checkpoint.config, "attention_type", None)
     if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
         raise checkpoint.refused("its encoder uses sparse attention for long sources")
-    text, source = Stored(), Stored()
+    text, source = RecordingCache(), RecordingCache()
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[0, 1], [0, 2]]),
         "position_ids": torch.tensor([[0, 1], [0, 1]]),
         "past_key_values": text,
     }
     if checkpoint.has_encoder:
-        caches, ids = Caches(text, source), torch.tensor([[0, 1]])
-        read = example_source(checkpoint.features)
-        inputs = {"decoder_input_ids": ids, "past_key_values": caches, **reading(model, read)}
+        caches, ids = TextAndSourceCache(text, source), torch.tensor([[0, 1]])
+        source_example = example_source(checkpoint.features)
+        inputs = {
+            "decoder_input_ids": ids,
+            "past_key_values": caches,
+            **source_arguments(model, source_example),
+        }
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            config._attn_implementation = NAME
-            config._experts_implementation = NAME
+            config._attn_implementation = IMPLEMENTATION
+            config._experts_implementation = IMPLEMENTATION
     traced_layers.clear()
     try:
-        with torch.no_grad(), ours(model):
-            said = model(**inputs, use_cache=True)
+        with torch.no_grad(), patched_layers(model):
+            outputs = model(**inputs, use_cache=True)
         text.check()
     except UnsupportedArchitecture as error:
         raise checkpoint.refused(str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
         reason = f"it does not run with an explicit KV cache ({first_line(error)})"
-        if isinstance(error, AttributeError) and isinstance(error.obj, Stored):
+        if isinstance(error, AttributeError) and isinstance(error.obj, RecordingCache):
             reason = f"it uses a cache attribute that is not supported ({error.name})"
         raise checkpoint.refused(reason) from None
     layers = sorted(text.keys)
@@ -304,23 +312,32 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         raise checkpoint.refused(
             "its attention does not go through Transformers' attention interface"
         )
-    carried = [shape for _, shape in sorted(text.states.items())]
-    if not layers or (layers != list(range(len(layers))) and not carried):
-        which = "not all" if layers else "none"
-        raise checkpoint.refused(f"{which} of its layers keep a KV cache")
+    state_shapes = [shape for _, shape in sorted(text.states.items())]
+    if not layers or (layers != list(range(len(layers))) and not state_shapes):
+        how_many = "not all" if layers else "none"
+        raise checkpoint.refused(f"{how_many} of its layers keep a KV cache")
     if checkpoint.has_encoder and sorted(source.keys) != layers:
         raise checkpoint.refused("not all of its layers keep the source's keys")
     if not checkpoint.has_encoder:
         if "position_ids" not in signature(model.forward).parameters:
             raise checkpoint.refused("it takes no position_ids")
-        first, second = said.logits[:, 0].float()
-        near = (1e-3 if said.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())
-        if not torch.allclose(first, second, rtol=0, atol=near):
+        first, second = outputs.logits[:, 0].float()
+        atol = (1e-3 if outputs.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())
+        if not torch.allclose(first, second, rtol=0, atol=atol):
             raise checkpoint.refused("its tokens attend to later ones")
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (
         [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides
     )
-    fixed = source.keys[0].shape[2] if checkpoint.features else None
-    states = said.encoder_last_hidden_state.shape[2] if checkpoint.has_encoder else 0
-    return CacheShapes(keys, values, source_keys, source_values, fixed, states, carried, text.reach)
+    source_rows = source.keys[0].shape[2] if checkpoint.features else None
+    encoder_width = outputs.encoder_last_hidden_state.shape[2] if checkpoint.has_encoder else 0
+    return CacheShapes(
+        keys,
+        values,
+        source_keys,
+        source_values,
+        source_rows,
+        encoder_width,
+        state_shapes,
+        text.reach,
+    )

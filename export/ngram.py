@@ -91,7 +91,7 @@ def _check_place(path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(
+    parser = CommandParser(
         prog="python -m export.ngram",
         description="Count the tokens of a text, and pairs of them, to build draft models that "
         "cost next to nothing.",
@@ -100,14 +100,14 @@ def parser() -> argparse.ArgumentParser:
         "  python -m runtime.generate --engines build/demo --table code.npz --draft bigram "
         "--prompt 'import '",
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("texts", nargs="+", type=Path, metavar="TEXT", help="text files, UTF-8")
     add("--tokenizer", type=Path, required=True, metavar="DIR",
         help="the target's checkpoint, or a bundle's tokenizer folder")  # fmt: skip
     add("--out", type=Path, required=True, metavar="FILE.npz", help="output file")
     add("--distances", type=int, default=DISTANCES, metavar="D",
         help="largest distance between counted pairs, for --draft skip (default: 8)")  # fmt: skip
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

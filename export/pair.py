@@ -33,12 +33,12 @@ from runtime.files.records import write_json
 from runtime.files.texts import read_text
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, find, same_encoder
+from .checkpoint import Checkpoint, find, has_same_encoder
 from .loading import check_length
 from .weights.blocks import recover
 
 DEFAULT_MAX_LEN = 2048
-SAMPLED = 8  # matrices of a checkpoint that are inspected to see how it is quantised
+SAMPLED_MATRICES = 8  # matrices of a checkpoint that are inspected to see how it is quantised
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # the comparison with the original needs room to roll back and continue
 
@@ -48,7 +48,7 @@ Parts = Mapping[str, tuple[Path, GraphFacts]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportOptions:
     """The options of `python -m export`, by name.
 
     draft: "self" for the target with fewer bits, "ngram" for lookups in the text, None for no
@@ -80,61 +80,61 @@ class Asked:
     force: bool = False
 
 
-def export(model: str, draft: str | None, out: Path, **options: Any) -> Pair:
+def export(model: str, draft: str | None, out: Path, **fields: Any) -> Pair:
     """Write target, draft and tokenizer to `out`, completely or not at all. See `Pair`.
 
-    options: see `Asked`. Raises OutriderError "checkpoint", "architecture", "vocabulary",
+    fields: see `ExportOptions`. Raises OutriderError "checkpoint", "architecture", "vocabulary",
     "difference", "option", "backend" or "disk".
     """
-    asked = Asked(model, draft, out, **options)
-    _quiet()
+    options = ExportOptions(model, draft, out, **fields)
+    _silence_libraries()
     refuse_foreign(out, PAIR_FILE)
-    models = _find(asked)
-    kinds = _kinds(asked, models)
-    lengths = _lengths(asked, models)
-    tokenizer = _tokenizer(models)
-    parts = _parts(asked, models, kinds, lengths, tokenizer)
-    return _write_pair(asked, models["target"], tokenizer, parts)
+    models = _find_checkpoints(options)
+    kinds = _choose_weights(options, models)
+    lengths = _choose_lengths(options, models)
+    tokenizer = _load_tokenizer(models)
+    parts = _make_parts(options, models, kinds, lengths, tokenizer)
+    return _write_pair(options, models["target"], tokenizer, parts)
 
 
-def _find(asked: Asked) -> Models:
+def _find_checkpoints(options: ExportOptions) -> Models:
     """Find both checkpoints; refuse them if they do not match or the backend does not run them.
     Raises OutriderError "checkpoint", "architecture", "option", "backend"."""
-    dtype, cache_type = asked.dtype, asked.cache_type
-    if cache_type and (dtype != "float32" or asked.form != "onnx"):
+    dtype, cache_type = options.dtype, options.cache_type
+    if cache_type and (dtype != "float32" or options.form != "onnx"):
         raise OutriderError(
             "option",
             f"CACHE={cache_type} is supported only by ONNX Runtime on the CPU in float32",
             "Leave CACHE out, or build with BACKEND=onnxruntime DTYPE=float32.",
         )
-    models = {"target": (target := find(asked.model))}
-    if asked.draft not in (None, "ngram"):
-        models["draft"] = target if asked.draft == "self" else find(asked.draft)
+    models = {"target": (target := find(options.model))}
+    if options.draft not in (None, "ngram"):
+        models["draft"] = target if options.draft == "self" else find(options.draft)
     if target.has_encoder:
-        if ENCODER_DECODERS not in asked.backend_runs:
+        if ENCODER_DECODERS not in options.backend_runs:
             raise OutriderError(
                 "backend",
                 f"{target.source} is a {target.architecture}, and the backend does not run "
                 f"encoder-decoders with DTYPE={dtype} in this version",
                 "Build with BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
             )
-        options = {"DTYPE": dtype if asked.form == "onnx" else None, "CACHE": cache_type}
-        _check_encoder_decoder(models, options)
+        make_options = {"DTYPE": dtype if options.form == "onnx" else None, "CACHE": cache_type}
+        _check_encoder_decoder(models, make_options)
     elif "draft" in models and models["draft"].has_encoder:
-        raise _two_kinds(target, models["draft"])
+        raise _mixed_kinds(target, models["draft"])
     return models
 
 
-def _kinds(asked: Asked, models: Models) -> dict[str, str]:
+def _choose_weights(options: ExportOptions, models: Models) -> dict[str, str]:
     """Choose each model's kind of weights. Raises OutriderError "option", "backend"."""
-    target, text, itself = models["target"], asked.text, asked.draft == "self"
-    named = "" if asked.bits is None else f"BITS={asked.bits:g}"
-    kinds = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
+    target, text, is_self_draft = models["target"], options.text, options.draft == "self"
+    named = "" if options.bits is None else f"BITS={options.bits:g}"
+    kinds = {"target": options.weights or _default_weights(target, "WEIGHTS")}
     if "draft" in models:
-        kinds["draft"] = asked.draft_weights or ("int4" if itself else kinds["target"])
+        kinds["draft"] = options.draft_weights or ("int4" if is_self_draft else kinds["target"])
     refuse_first([
-        ("draft" not in models and asked.draft_weights,
-         f"DRAFT_WEIGHTS={asked.draft_weights} is set, but there is no draft model",
+        ("draft" not in models and options.draft_weights,
+         f"DRAFT_WEIGHTS={options.draft_weights} is set, but there is no draft model",
          "Set DRAFT to a model, or leave DRAFT_WEIGHTS out."),
         (text is not None and target.features,
          f"TEXT={text} is text, but {target.source} reads audio",
@@ -145,36 +145,36 @@ def _kinds(asked: Asked, models: Models) -> dict[str, str]:
         (named and kinds["target"] != "int4",
          f"{named} requires WEIGHTS=int4, but WEIGHTS is {kinds['target']}",
          "Set WEIGHTS=int4, or leave BITS out."),
-        (asked.bits is not None and not 4.5 <= asked.bits <= 8.5,
+        (options.bits is not None and not 4.5 <= options.bits <= 8.5,
          f"{named} is out of range: a weight takes 4.5 bits if all matrices have 4, scales "
          "included, and 8.5 if all have 8",
          "Give BITS from 4.5 to 8.5, or set WEIGHTS=int8."),
         (named and target.features,
          f"{named} requires text that the model generates, but {target.source} reads audio",
          "Leave BITS out, or set WEIGHTS=int8."),
-        (itself and BITS[kinds["draft"]] >= BITS[kinds["target"]],
+        (is_self_draft and BITS[kinds["draft"]] >= BITS[kinds["target"]],
          f"DRAFT=self with WEIGHTS={kinds['target']} and DRAFT_WEIGHTS={kinds.get('draft')}: the "
          "draft would be hardly cheaper than the target, if at all",
          "Give the draft fewer bits than the target, or choose another DRAFT."),
     ])  # fmt: skip
-    _check_weights(asked, "WEIGHTS", kinds["target"], "WEIGHTS=full")
+    _check_weights(options, "WEIGHTS", kinds["target"], "WEIGHTS=full")
     if "draft" in kinds:
-        instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
-        _check_weights(asked, "DRAFT_WEIGHTS", kinds["draft"], instead)
+        instead = "another DRAFT" if is_self_draft else "DRAFT_WEIGHTS=full"
+        _check_weights(options, "DRAFT_WEIGHTS", kinds["draft"], instead)
     return kinds
 
 
-def _lengths(asked: Asked, models: Models) -> dict[str, int]:
+def _choose_lengths(options: ExportOptions, models: Models) -> dict[str, int]:
     """Choose the maximum sequence length of each model. Raises OutriderError "option",
     "architecture"."""
-    target, length = models["target"], asked.max_len
+    target, length = models["target"], options.max_len
     if length is None:
         length = min(DEFAULT_MAX_LEN, target.max_len)
     refuse_first([
         (length > target.max_len,
          f"MAX_LEN={length} exceeds the context of {target.source}, {target.max_len} tokens",
          f"Build with MAX_LEN={target.max_len} or less."),
-        (not 1 <= asked.max_gamma <= MOST_GAMMA, f"MAX_GAMMA={asked.max_gamma} is out of range",
+        (not 1 <= options.max_gamma <= MOST_GAMMA, f"MAX_GAMMA={options.max_gamma} is out of range",
          f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}."),
         (length < SHORTEST_MAX_LEN,
          f"MAX_LEN={length} is too short to compare the graph with the original",
@@ -186,7 +186,7 @@ def _lengths(asked: Asked, models: Models) -> dict[str, int]:
     return lengths
 
 
-def _tokenizer(models: Models) -> PreTrainedTokenizerFast:
+def _load_tokenizer(models: Models) -> PreTrainedTokenizerFast:
     """Load the pair's common tokenizer. Everything else that `_write_pair` reads is read here too,
     so that errors in it are reported before the graphs are made, which takes minutes. Raises
     OutriderError "checkpoint", "vocabulary", "architecture"."""
@@ -199,18 +199,20 @@ def _tokenizer(models: Models) -> PreTrainedTokenizerFast:
         )
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
-    vocabulary.audio(target)
-    vocabulary.rules(target)
-    _say_what_is_not_carried(target, tokenizer)
+    vocabulary.audio_facts(target)
+    vocabulary.text_rules(target)
+    _note_ignored_settings(target, tokenizer)
     if "draft" in models:
-        with stage("pair", "compare vocabularies") as said:
+        with stage("pair", "compare vocabularies") as progress:
             theirs = vocabulary.load_tokenizer(models["draft"])
-            said.note = vocabulary.check_same_tokens(tokenizer, theirs, _narrowest(models))
+            progress.note = vocabulary.check_same_tokens(
+                tokenizer, theirs, _smallest_vocab_size(models)
+            )
     return tokenizer
 
 
-def _parts(
-    asked: Asked,
+def _make_parts(
+    options: ExportOptions,
     models: Models,
     kinds: Mapping[str, str],
     lengths: Mapping[str, int],
@@ -218,35 +220,42 @@ def _parts(
 ) -> Parts:
     """Make each model's graph, or find it in the cache. Raises OutriderError "option", and as
     `part.make`."""
-    words = _words(asked.text, tokenizer, _narrowest(models)) if asked.text is not None else None
-    capacity = slot_rows(lengths["target"], asked.max_gamma)
-    shares = "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
-    if shares:
+    text_ids = (
+        _text_ids(options.text, tokenizer, _smallest_vocab_size(models))
+        if options.text is not None
+        else None
+    )
+    capacity = slot_rows(lengths["target"], options.max_gamma)
+    same_encoders = (
+        "draft" in models and models["target"].has_encoder and has_same_encoder(*models.values())
+    )
+    if same_encoders:
         note("target and draft have the same encoder, which runs once for both")
     return {
         role: part.make(
-            part.Wanted(
-                role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
+            part.PartRequest(
+                role, model, options.dtype, lengths[role], capacity, options.max_gamma,
+                form=options.form,
                 weights=None if kinds[role] == "full" else cast(Weights, kinds[role]),
-                cache=asked.cache_type,
-                text=words,
-                bits=asked.bits if role == "target" else None,
-                shares=shares and role == "draft",
-                states=RECURRENT_STATES in asked.backend_runs,
+                cache=options.cache_type,
+                text=text_ids,
+                bits=options.bits if role == "target" else None,
+                shares_encoder=same_encoders and role == "draft",
+                backend_runs_states=RECURRENT_STATES in options.backend_runs,
             ),
-            asked.cache,
-            asked.force,
+            options.cache,
+            options.force,
         )
         for role, model in models.items()
     }  # fmt: skip
 
 
 def _write_pair(
-    asked: Asked, target: Checkpoint, tokenizer: PreTrainedTokenizerFast, parts: Parts
+    options: ExportOptions, target: Checkpoint, tokenizer: PreTrainedTokenizerFast, parts: Parts
 ) -> Pair:
-    with write_folder(asked.out, PAIR_FILE) as partial:
+    with write_folder(options.out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()
-        words = vocabulary.carry(target, tokenizer, partial / "tokenizer")
+        tokenizer_facts = vocabulary.write_tokenizer(target, tokenizer, partial / "tokenizer")
         for role, (folder, facts) in parts.items():
             for name in facts.files:
                 point_to(folder / name, partial / role / name)
@@ -254,28 +263,28 @@ def _write_pair(
         pair = Pair(
             target=facts,
             draft=parts["draft"][1] if "draft" in parts else None,
-            tokenizer=words,
+            tokenizer=tokenizer_facts,
             # Whisper's tokenizers may lack the timestamps, which are ordinary tokens to the model.
             vocab_size=facts.vocab_size
             if target.features
-            else min(words.vocab_size, facts.vocab_size),
+            else min(tokenizer_facts.vocab_size, facts.vocab_size),
             max_len=facts.max_len,
-            max_gamma=asked.max_gamma,
+            max_gamma=options.max_gamma,
             capacity=facts.capacity,
-            lookup="ngram" if asked.draft == "ngram" else None,
+            lookup="ngram" if options.draft == "ngram" else None,
             start_ids=vocabulary.start_ids(target),
-            audio=vocabulary.audio(target),
-            rules=vocabulary.rules(target),
+            audio=vocabulary.audio_facts(target),
+            rules=vocabulary.text_rules(target),
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair
 
 
-def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) -> None:
+def _check_encoder_decoder(models: Models, make_options: Mapping[str, str | None]) -> None:
     """Refuse options that only decoder-only models support, and pairs of different kinds. Raises
     OutriderError "option", "architecture"."""
     target = models["target"]
-    for name, value in options.items():
+    for name, value in make_options.items():
         if value not in (None, "float32"):
             raise OutriderError(
                 "option",
@@ -285,12 +294,12 @@ def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) ->
             )
     for checkpoint in models.values():
         if not checkpoint.has_encoder:
-            raise _two_kinds(target, checkpoint)
+            raise _mixed_kinds(target, checkpoint)
         if checkpoint.features != target.features:
             raise OutriderError(
                 "architecture",
-                f"{target.source} reads {_spectrum(target.features)}, but its draft "
-                f"{checkpoint.source} reads {_spectrum(checkpoint.features)}",
+                f"{target.source} reads {_describe_features(target.features)}, but its draft "
+                f"{checkpoint.source} reads {_describe_features(checkpoint.features)}",
                 "Choose a DRAFT of the target's kind, or DRAFT=none.",
             )
         if checkpoint.packed:
@@ -298,13 +307,13 @@ def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) ->
             raise checkpoint.refused(reason)
 
 
-def _spectrum(features: FeatureFacts | None) -> str:
+def _describe_features(features: FeatureFacts | None) -> str:
     if features is None:
         return "text"
     return f"{features.feature_size} x {features.frames} log-mel features"
 
 
-def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
+def _mixed_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
     kinds = [f"{x.source} is a {x.architecture}" for x in (target, drafter)]
     return OutriderError(
         "architecture",
@@ -313,28 +322,28 @@ def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
     )
 
 
-def _check_weights(asked: Asked, option: str, kind: str, instead: str) -> None:
+def _check_weights(options: ExportOptions, option: str, kind: str, instead: str) -> None:
     """Refuse now what the backend would refuse after the export. option: name of make's option."""
-    default = getattr(asked, option.lower()) is None
-    said = f"{option}={kind}" + (", the default here," if default else "")
-    if asked.form == "torch" and kind != "full":
-        cause = f"{said} requires graphs in ONNX format, and these are in torch's"
+    default = getattr(options, option.lower()) is None
+    setting = f"{option}={kind}" + (", the default here," if default else "")
+    if options.form == "torch" and kind != "full":
+        cause = f"{setting} requires graphs in ONNX format, and these are in torch's"
         raise OutriderError("option", cause, f"Build with {instead}, or --format onnx.")
-    if kind == "fp8" and asked.dtype == "float32":
-        cause = f"{said} is only for GPUs, and graphs of DTYPE={asked.dtype} are for CPUs"
+    if kind == "fp8" and options.dtype == "float32":
+        cause = f"{setting} is only for GPUs, and graphs of DTYPE={options.dtype} are for CPUs"
         raise OutriderError("option", cause, "Build with DTYPE=float16 or bfloat16.")
-    if kind not in asked.backend_runs:
-        cause = f"{said} is not supported by the backend with this DTYPE"
+    if kind not in options.backend_runs:
+        cause = f"{setting} is not supported by the backend with this DTYPE"
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
 
 
-def _bits_of(checkpoint: Checkpoint, option: str) -> str:
+def _default_weights(checkpoint: Checkpoint, option: str) -> str:
     """The default kind of weights: "full", or for a quantised checkpoint the smallest that loses
     next to nothing. That is 4 bits only if they can hold its levels, otherwise 8."""
     packed = checkpoint.packed
     if packed is None or packed.bits not in (4, 8):
         return "full"
-    if packed.bits == 8 or _carried(checkpoint):
+    if packed.bits == 8 or _fits_4_bits(checkpoint):
         return f"int{packed.bits}"
     note(
         f"{checkpoint.source}: blocks of 32 4-bit weights without zero points cannot hold its "
@@ -343,7 +352,7 @@ def _bits_of(checkpoint: Checkpoint, option: str) -> str:
     return "int8"
 
 
-def _carried(checkpoint: Checkpoint) -> bool:
+def _fits_4_bits(checkpoint: Checkpoint) -> bool:
     """Whether 4-bit blocks exactly hold at least half of a sample of the layers' matrices."""
     assert checkpoint.packed is not None
     matrices = [
@@ -351,27 +360,27 @@ def _carried(checkpoint: Checkpoint) -> bool:
         for tensor in checkpoint.packed.tensors().values()
         if len(tensor.shape) == 2 and tensor.shape[0] != checkpoint.vocab_size
     ]
-    sample = matrices[:: -(-len(matrices) // SAMPLED) or 1]
+    sample = matrices[:: -(-len(matrices) // SAMPLED_MATRICES) or 1]
     found = [recover(tensor[...], 4) is not None for tensor in sample]
     return 2 * sum(found) >= len(found)
 
 
-def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:
+def _text_ids(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:
     """Token ids of a text file, without those that some model of the pair lacks."""
-    words = read_text(file, f"TEXT={file}")
-    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+    text = read_text(file, f"TEXT={file}")
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for token in ids if token < width]
 
 
-def _narrowest(models: Models) -> int:
+def _smallest_vocab_size(models: Models) -> int:
     return min(model.vocab_size for model in models.values())
 
 
-def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
+def _note_ignored_settings(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
     if defaults := vocabulary.sampling_defaults(target):
-        options = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        settings = ", ".join(f"{name}={value}" for name, value in defaults.items())
         note(
-            f"the generation config sets {options}, which the bundle does not keep: pass the ones "
+            f"the generation config sets {settings}, which the bundle does not keep: pass the ones "
             "you want when generating"
         )
     if tokenizer.split_special_tokens:
@@ -384,7 +393,7 @@ def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerF
         note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")
 
 
-def _quiet() -> None:
+def _silence_libraries() -> None:
     """Silence the libraries' progress bars and advice, which would drown the stage lines."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -42,9 +42,16 @@ from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes
 from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
-from .functions.carrying import UnsupportedArchitecture
+from .functions.stateful_layers import UnsupportedArchitecture
 from .host.checked import write_checked
-from .loading import CacheShapes, cache_shapes, carries, give_back, learned_positions, load
+from .loading import (
+    CacheShapes,
+    cache_shapes,
+    has_recurrent_state,
+    learned_positions,
+    load,
+    release_memory,
+)
 from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.experts import QuantisedExperts, are_experts
@@ -74,14 +81,14 @@ def exporter_digest() -> str:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PartRequest:
     """A request for the graph of a checkpoint.
 
     role: "target" or "draft", as in progress lines. text: token ids to measure the quality of
     quantised weights on; if None, the model generates them. bits: maximum bits per weight of int4;
-    None: see `quantise_model`. shares: whether the model reads the states of the target's encoder.
-    states: whether the backend runs models with recurrent states. The others are as in
-    `GraphFacts`.
+    None: see `quantise_model`. shares_encoder: whether the model reads the states of the target's
+    encoder. backend_runs_states: whether the backend runs models with recurrent states. The others
+    are as in `GraphFacts`.
     """
 
     role: str
@@ -95,8 +102,8 @@ class Wanted:
     cache: Cache | None = None
     text: Sequence[int] | None = None
     bits: float | None = None
-    shares: bool = False
-    states: bool = True
+    shares_encoder: bool = False
+    backend_runs_states: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -104,17 +111,17 @@ class Wanted:
         return dtype
 
     @property
-    def by(self) -> Any:
+    def exporter(self) -> Any:
         """The module whose `trace` and `save` make this format."""
         return program if self.form == "torch" else graph
 
     @property
-    def takes_states(self) -> bool:
+    def supports_states(self) -> bool:
         """Whether layers with a recurrent state can be exported with these options."""
-        return self.states and self.for_host and not self.cache
+        return self.backend_runs_states and self.has_host_graph and not self.cache
 
     @property
-    def for_host(self) -> bool:
+    def has_host_graph(self) -> bool:
         """Whether a separate graph is made for ONNX Runtime on the CPU."""
         return self.form == "onnx" and self.dtype == "float32"
 
@@ -134,41 +141,41 @@ class Wanted:
                 "text": self.text if self.weights else None,  # it matters only to quantised weights
                 "bits": self.bits,
                 "cache": self.cache,
-                "shares": self.shares,
+                "shares": self.shares_encoder,
                 "checked": find_library() is not None,  # whether the CPU's graph can be compared
             }
         )
 
 
-def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
+def make(request: PartRequest, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
     """Export the checkpoint's graph to a subfolder of `folder`, unless it is there already; returns
     the subfolder.
 
     Raises OutriderError "checkpoint", "architecture", "difference" or "disk", and "backend" if the
     weights need liboutrider and it is missing.
     """
-    role, checkpoint = wanted.role, wanted.checkpoint
-    if wanted.weights == "int4" or (wanted.weights and wanted.for_host):
+    role, checkpoint = request.role, request.checkpoint
+    if request.weights == "int4" or (request.weights and request.has_host_graph):
         load_rounding()  # fail now, not after minutes of work
-    with stage(role, "hash") as said:
-        key = wanted.key()
-        own = folder / key[:16]
-        facts = None if force else _cached(own, key)
-        said.note = f"{checkpoint.source}, " + (
+    with stage(role, "hash") as progress:
+        key = request.key()
+        part_folder = folder / key[:16]
+        facts = None if force else _find_cached(part_folder, key)
+        progress.note = f"{checkpoint.source}, " + (
             f"cached (key {key[:8]})" if facts is not None else f"key {key[:8]}"
         )
     if facts is None:
-        _check_space(folder, wanted)
-        return own, _export(wanted, own, key)
-    if facts.states and not wanted.takes_states:
-        raise _without_states(wanted)
+        _check_space(folder, request)
+        return part_folder, _export(request, part_folder, key)
+    if facts.states and not request.supports_states:
+        raise _states_unsupported(request)
     if facts.quality:
-        with stage(role, "quality") as said:
-            said.note = quality.describe(facts.quality)
-    return own, facts
+        with stage(role, "quality") as progress:
+            progress.note = quality.describe(facts.quality)
+    return part_folder, facts
 
 
-def _cached(folder: Path, key: str) -> GraphFacts | None:
+def _find_cached(folder: Path, key: str) -> GraphFacts | None:
     """The facts of a finished part with this key and unchanged files; None if there is none."""
     if not (folder / PART_FILE).is_file():
         return None
@@ -190,131 +197,138 @@ class _Original:
 
     parameters: int
     shapes: CacheShapes
-    said: compare.Reference
+    reference: compare.Reference
     rounded: compare.Reference | None
     exact: compare.Reference | None
 
 
-def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
-    role, checkpoint = wanted.role, wanted.checkpoint
+def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
+    role, checkpoint = request.role, request.checkpoint
     quantising = None
-    if wanted.weights:
+    if request.weights:
         quantising = Quantising(
-            role, wanted.weights, checkpoint, wanted.text, wanted.shares, wanted.bits
+            role, request.weights, checkpoint, request.text, request.shares_encoder, request.bits
         )
     with write_folder(folder, PART_FILE) as partial:
-        original = _write(wanted, quantising, partial)
-        give_back()  # the comparison loads the weights again
-        exact = _exactly(wanted, quantising, original.exact)
-        result = _compare(wanted, original, exact, partial)
-        if wanted.for_host:
-            with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = write_checked(
-                    partial, original.said, original.rounded, exact, wanted.capacity, wanted.cache
-                )
-        found = None
+        original = _write_graphs(request, quantising, partial)
+        release_memory()  # the comparison loads the weights again
+        exact = _precise_reference(request, quantising, original.exact)
+        result = _compare(request, original, exact, partial)
+        if request.has_host_graph:
+            with stage(role, "for ONNX Runtime on the CPU") as progress:
+                progress.note = write_checked(
+                    partial, original.reference, original.rounded, exact,
+                    request.capacity, request.cache,
+                )  # fmt: skip
+        quality_facts = None
         if quantising:
-            engine = partial / HOST_FILE if wanted.for_host else None
-            found = quantising.measure(engine, wanted.dtype)
+            engine = partial / HOST_FILE if request.has_host_graph else None
+            quality_facts = quantising.measure(engine, request.dtype)
         shapes = original.shapes
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
             architecture=checkpoint.architecture,
             parameters=original.parameters,
-            dtype=wanted.dtype,
-            vocab_size=original.said.logits.shape[2],
-            max_len=wanted.max_len,
-            capacity=wanted.capacity,
-            key_shapes=_listed(shapes.keys),
-            value_shapes=_listed(shapes.values),
+            dtype=request.dtype,
+            vocab_size=original.reference.logits.shape[2],
+            max_len=request.max_len,
+            capacity=request.capacity,
+            key_shapes=_as_lists(shapes.keys),
+            value_shapes=_as_lists(shapes.values),
             max_difference=result.max_difference,
             tolerance=result.bound,
-            comparison=result.what,
+            comparison=result.summary,
             versions=versions(),
             files={path.name: file_facts(path) for path in sorted(partial.iterdir())},
             context=checkpoint.context,
-            cache=wanted.cache,
-            weights=wanted.weights,
-            bits=wanted.bits,
-            quality=found,
-            encoder=_encoder_facts(wanted, shapes),
-            states=_state_facts(wanted, shapes),
+            cache=request.cache,
+            weights=request.weights,
+            bits=request.bits,
+            quality=quality_facts,
+            encoder=_encoder_facts(request, shapes),
+            states=_state_facts(request, shapes),
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
 
 
-def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Original:
+def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: Path) -> _Original:
     """Load the model, quantise, run, trace and write it. The result refers to no weights."""
-    role, checkpoint = wanted.role, wanted.checkpoint
-    with stage(role, "load") as said:
-        narrow = quantising and wanted.dtype == "float32"
-        model = load_as_stored(checkpoint) if narrow else load(checkpoint, wanted.torch_dtype)
+    role, checkpoint = request.role, request.checkpoint
+    with stage(role, "load") as progress:
+        as_stored = quantising and request.dtype == "float32"
+        model = load_as_stored(checkpoint) if as_stored else load(checkpoint, request.torch_dtype)
         parameters = model.num_parameters()
-        said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
+        progress.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
-            said.note += f", {checkpoint.packed}" + ("" if narrow else f", made {wanted.dtype}")
-        if not wanted.takes_states and carries(model):
-            raise _without_states(wanted)
+            progress.note += f", {checkpoint.packed}" + (
+                "" if as_stored else f", made {request.dtype}"
+            )
+        if not request.supports_states and has_recurrent_state(model):
+            raise _states_unsupported(request)
     if quantising:
-        quantising.quantise(model, wanted.max_len, folder)
-    elif wanted.for_host and any(are_experts(module) for module in model.modules()):
+        quantising.quantise(model, request.max_len, folder)
+    elif request.has_host_graph and any(are_experts(module) for module in model.modules()):
         option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         note(f"all experts compute every token; with {option}=int4 or int8 only the chosen ones do")
     with stage(role, "run the original"):
-        given = model, wanted.capacity, checkpoint.features, wanted.shares
-        original, rounded, exact = compare.reference(*given), None, None
+        arguments = model, request.capacity, checkpoint.features, request.shares_encoder
+        original, rounded, exact = compare.reference(*arguments), None, None
         if quantising:
             with rounding_activations():
-                rounded = compare.reference(*given)
+                rounded = compare.reference(*arguments)
         experts = any(isinstance(module, QuantisedExperts) for module in model.modules())
-        if narrow and (experts or (checkpoint.has_encoder and not checkpoint.features)):
+        if as_stored and (experts or (checkpoint.has_encoder and not checkpoint.features)):
             # If two experts score alike, rounding decides which one is chosen; and T5 does not
             # scale its attention scores down. Some models cannot compute in float64.
             with in_double(model), suppress(OutriderError):
-                exact = compare.reference(*given)
+                exact = compare.reference(*arguments)
         shapes = cache_shapes(model, checkpoint)
-        if shapes.carried and not wanted.takes_states:
-            raise _without_states(wanted)
-    traced = _trace(wanted, model, shapes)
-    if wanted.form == "onnx":  # compilers of torch's graphs simplify them themselves
-        with stage(role, "simplify") as said:
-            said.note = _simplify(traced)
-    with stage(role, "write") as said:
+        if shapes.state_shapes and not request.supports_states:
+            raise _states_unsupported(request)
+    traced = _trace(request, model, shapes)
+    if request.form == "onnx":  # compilers of torch's graphs simplify them themselves
+        with stage(role, "simplify") as progress:
+            progress.note = _simplify(traced)
+    with stage(role, "write") as progress:
         for i, each in enumerate(traced):
-            wanted.by.save(each, folder, encoder=i > 0)
+            request.exporter.save(each, folder, encoder=i > 0)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        said.note = f"{size / 2**20:,.1f} MiB"
+        progress.note = f"{size / 2**20:,.1f} MiB"
     return _Original(parameters, shapes, original, rounded, exact)
 
 
-def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
+def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
     """Trace the decoder, and the encoder if there is one. The results are for the format's
     `save`."""
-    checkpoint = wanted.checkpoint
-    with stage(wanted.role, f"trace, {wanted.dtype}") as said:
-        said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows per slot"
+    checkpoint = request.checkpoint
+    with stage(request.role, f"trace, {request.dtype}") as progress:
+        progress.note = f"{len(shapes.keys)} layers, {request.capacity} rows per slot"
         positions = learned_positions(model, checkpoint)
-        rows = program.EXAMPLE_ROWS if wanted.form == "torch" else wanted.capacity
-        of_text = example(
-            shapes.keys, shapes.values, rows, wanted.torch_dtype, shapes.carried,
-            _state_rows(wanted, shapes),
+        rows = program.EXAMPLE_ROWS if request.form == "torch" else request.capacity
+        text_example = example(
+            shapes.keys, shapes.values, rows, request.torch_dtype, shapes.state_shapes,
+            _state_rows(request, shapes),
         )  # fmt: skip
         source = shapes.source_keys, shapes.source_values
         try:
             if not checkpoint.has_encoder:
-                return [wanted.by.trace(Decoder(model, positions).eval(), of_text)]
-            read_by_decoder = example_decoder(of_text, *source)
-            states = torch.zeros(1, shapes.source_rows or 3, shapes.states, dtype=model.dtype)
-            read = example_encoder(*source, checkpoint.features, states if wanted.shares else None)
-            encoder = (SharedEncoder if wanted.shares else Encoder)(model)
+                return [request.exporter.trace(Decoder(model, positions).eval(), text_example)]
+            decoder_example = example_decoder(text_example, *source)
+            states = torch.zeros(
+                1, shapes.source_rows or 3, shapes.encoder_width, dtype=model.dtype
+            )
+            encoder_example = example_encoder(
+                *source, checkpoint.features, states if request.shares_encoder else None
+            )
+            encoder = (SharedEncoder if request.shares_encoder else Encoder)(model)
             return [
-                wanted.by.trace(SourceDecoder(model, positions).eval(), read_by_decoder),
-                wanted.by.trace(encoder.eval(), read),
+                request.exporter.trace(SourceDecoder(model, positions).eval(), decoder_example),
+                request.exporter.trace(encoder.eval(), encoder_example),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
-            raise checkpoint.refused(_reason(error)) from None
+            raise checkpoint.refused(_innermost_reason(error)) from None
 
 
 def _simplify(traced: list[Any]) -> str:
@@ -324,25 +338,25 @@ def _simplify(traced: list[Any]) -> str:
     return f"{before:,} -> {sum(len(each.graph) for each in traced):,} nodes"
 
 
-def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
-    if not wanted.checkpoint.has_encoder:
+def _encoder_facts(request: PartRequest, shapes: CacheShapes) -> EncoderFacts | None:
+    if not request.checkpoint.has_encoder:
         return None
-    sides = _listed(shapes.source_keys), _listed(shapes.source_values)
-    shared = shapes.states if wanted.shares else None
-    return EncoderFacts(*sides, wanted.checkpoint.features, shapes.source_rows, shared)
+    sides = _as_lists(shapes.source_keys), _as_lists(shapes.source_values)
+    shared = shapes.encoder_width if request.shares_encoder else None
+    return EncoderFacts(*sides, request.checkpoint.features, shapes.source_rows, shared)
 
 
-def _without_states(wanted: Wanted) -> OutriderError:
+def _states_unsupported(request: PartRequest) -> OutriderError:
     """The error for an option or backend that does not support recurrent states."""
-    which = f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}"
-    if wanted.for_host and not wanted.cache:
+    which = f"{request.checkpoint.source} is a {request.checkpoint.architecture}"
+    if request.has_host_graph and not request.cache:
         return OutriderError(
             "backend",
             f"{which}, and the backend does not run models with a recurrent state in this version",
             "Build with BACKEND=onnxruntime.",
         )
-    name = f"CACHE={wanted.cache}" if wanted.cache else f"DTYPE={wanted.dtype}"
-    name = "BACKEND=aotinductor" if wanted.form == "torch" else name
+    name = f"CACHE={request.cache}" if request.cache else f"DTYPE={request.dtype}"
+    name = "BACKEND=aotinductor" if request.form == "torch" else name
     return OutriderError(
         "option",
         f"{name} supports only models without a recurrent state in this version, and {which}",
@@ -351,92 +365,94 @@ def _without_states(wanted: Wanted) -> OutriderError:
     )
 
 
-def _state_rows(wanted: Wanted, shapes: CacheShapes) -> int:
+def _state_rows(request: PartRequest, shapes: CacheShapes) -> int:
     """Rows R of a state's ring: those that a round writes, with a draft that starts two tokens
     earlier, or that the comparison with the original rolls back over; plus the earlier rows that a
     call reads."""
-    return max(wanted.max_gamma + 3, 8) + shapes.reach
+    return max(request.max_gamma + 3, 8) + shapes.reach
 
 
-def _state_facts(wanted: Wanted, shapes: CacheShapes) -> StateFacts | None:
-    if not shapes.carried:
+def _state_facts(request: PartRequest, shapes: CacheShapes) -> StateFacts | None:
+    if not shapes.state_shapes:
         return None
-    return StateFacts(_listed(shapes.carried), _state_rows(wanted, shapes), shapes.reach)
+    return StateFacts(_as_lists(shapes.state_shapes), _state_rows(request, shapes), shapes.reach)
 
 
-def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+def _as_lists(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
     return [list(shape) for shape in shapes]
 
 
-def _exactly(
-    wanted: Wanted, quantising: Quantising | None, found: compare.Reference | None
+def _precise_reference(
+    request: PartRequest, quantising: Quantising | None, stored_reference: compare.Reference | None
 ) -> Callable[[], compare.Reference] | None:
     """A function that computes the original's logits in twice the precision. It loads the model
     again, at twice the size, but only once. For quantised float32 models, whose levels are not
-    kept, it returns `found`, computed while they were present; None if that is missing."""
-    if quantising and wanted.dtype == "float32":
-        return (lambda: found) if found else None
+    kept, it returns `stored_reference`, computed while they were there; None if that is missing."""
+    if quantising and request.dtype == "float32":
+        return (lambda: stored_reference) if stored_reference else None
 
     @functools.cache
     def reference() -> compare.Reference:
-        model = load(wanted.checkpoint, torch.float32)
+        model = load(request.checkpoint, torch.float32)
         if quantising:
-            quantising.again(model)
-        if wanted.dtype == "float32":
+            quantising.requantise(model)
+        if request.dtype == "float32":
             model = model.double()
             model.config._experts_implementation = "eager"  # grouped products lack float64
-        features = wanted.checkpoint.features
-        return compare.reference(model, wanted.capacity, features, wanted.shares)
+        features = request.checkpoint.features
+        return compare.reference(model, request.capacity, features, request.shares_encoder)
 
     return reference
 
 
 def _compare(
-    wanted: Wanted,
+    request: PartRequest,
     original: _Original,
     exact: Callable[[], compare.Reference] | None,
     folder: Path,
 ) -> compare.Comparison:
     """Compare the graph with the original. Raises OutriderError "difference", "architecture",
     "backend"."""
-    with stage(wanted.role, "compare with the original") as said:
+    with stage(request.role, "compare with the original") as progress:
         try:
-            result = compare.compare(folder, original.said, wanted.dtype, exact)
+            result = compare.compare(folder, original.reference, request.dtype, exact)
         except OutriderError as error:
-            if error.kind != "backend" or wanted.dtype != "float32":
+            if error.kind != "backend" or request.dtype != "float32":
                 raise
-            raise wanted.checkpoint.refused(f"its graph does not run: {error.cause}") from None
-        said.note = result.what
+            raise request.checkpoint.refused(f"its graph does not run: {error.cause}") from None
+        progress.note = result.summary
         if result.max_difference is not None:
-            said.note = f"largest difference {result.told()}{original.said.remark}"
+            progress.note = f"largest difference {result.describe()}{original.reference.remark}"
     if not result.passed:
         raise OutriderError(
             "difference",
-            f"the graph of {wanted.checkpoint.source} differs from the original by {result.told()}",
+            f"the graph of {request.checkpoint.source} differs from the original by "
+            f"{result.describe()}",
             "Please report the architecture."
-            if wanted.dtype == "float32"
+            if request.dtype == "float32"
             else "Build with DTYPE=float32; if that fails too, please report the architecture.",
         )
     return result
 
 
-def _check_space(folder: Path, wanted: Wanted) -> None:
+def _check_space(folder: Path, request: PartRequest) -> None:
     """Raise OutriderError "disk" before minutes of work, not after them."""
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = wanted.checkpoint
+    checkpoint = request.checkpoint
     sizes = sum(path.stat().st_size for path in checkpoint.files)
     # A graph holds the checkpoint's weights; at worst 16-bit ones become 32-bit ones.
-    stored = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
-    numbers, width = sizes * 8 // stored, 32 if wanted.dtype == "float32" else 16
+    stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
+    numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
     need = numbers * width // 8
-    if wanted.weights:
+    if request.weights:
         text = checkpoint.text_config
         table = min(
             numbers, text.vocab_size * getattr(text, "hidden_size", 0)
         )  # dense, for ONNX's Gather
-        each = 4 if wanted.weights == "int4" else 8
-        bits = int(table * 8 + (numbers - table) * (wanted.bits or each))
-        graphs = [width, 16] if wanted.for_host else [width]  # width of their scales, in bits
+        bits_per_number = 4 if request.weights == "int4" else 8
+        bits = int(table * 8 + (numbers - table) * (request.bits or bits_per_number))
+        # The width of their scales, in bits.
+        graphs = [width, 16] if request.has_host_graph else [width]
         need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
     free = shutil.disk_usage(folder).free
     if need > free:
@@ -448,7 +464,7 @@ def _check_space(folder: Path, wanted: Wanted) -> None:
         )
 
 
-def _reason(error: BaseException) -> str:
+def _innermost_reason(error: BaseException) -> str:
     """The innermost cause in a chain of exporter errors, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -37,7 +37,7 @@ class _InPlace(torch.nn.Module):
 def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedProgram:
     """As `graph.trace`. Inputs are in the contract's order, all keys before all values; a `Decoder`
     has one output."""
-    sizes = example.open_sizes
+    sizes = example.dynamic_shapes
     if isinstance(module, Decoder):
         module, sizes = _InPlace(module), (sizes,)
     with torch.no_grad(), quiet():
@@ -103,25 +103,29 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = F
         return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
     index: dict[str, tuple[str, list[int], int]] = {}
-    places: dict[tuple[object, ...], int] = {}
-    distinct: list[tuple[int, torch.Tensor]] = []
+    offsets: dict[tuple[object, ...], int] = {}
+    distinct_tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
     for name, tensor in tensors.items():
         hole = holes and isinstance(tensor, torch.nn.Parameter)
         tensor = tensor.detach().contiguous()
-        same = (tensor.data_ptr(), tensor.dtype, tensor.shape)
-        if same not in places or tensor.numel() == 0:
-            places[same] = end
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        if identity not in offsets or tensor.numel() == 0:
+            offsets[identity] = end
             if not hole:
-                distinct.append((end, tensor))
+                distinct_tensors.append((end, tensor))
             end += aligned(tensor.nbytes)
-        index[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), places[same])
+        index[name] = (
+            str(tensor.dtype).removeprefix("torch."),
+            list(tensor.shape),
+            offsets[identity],
+        )
     header = json.dumps(index).encode()
     start = aligned(8 + len(header))
     assert sys.byteorder == "little"
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for place, tensor in distinct:
-            file.seek(start + place)
+        for offset, tensor in distinct_tensors:
+            file.seek(start + offset)
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.truncate(start + end)

@@ -15,33 +15,39 @@ from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts
 from runtime.files.records import build, digest_json
 
 from .audio import tokens
-from .checkpoint import Checkpoint, check_named, generation_config, read_config, unreadable
+from .checkpoint import (
+    Checkpoint,
+    check_token_ids,
+    generation_config,
+    read_raw_config,
+    unreadable_file,
+)
 from .formats import gguf, gguf_tokenizer
 
 # Files that hold the tokens. Without any, Transformers makes up a tokenizer for some models.
-_VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_VOCABULARY_PATTERNS = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 
 
-def _vocabularies(checkpoint: Checkpoint) -> list[Path]:
-    return [path for pattern in _VOCABULARIES for path in checkpoint.path.glob(pattern)]
+def _vocabulary_files(checkpoint: Checkpoint) -> list[Path]:
+    return [path for pattern in _VOCABULARY_PATTERNS for path in checkpoint.path.glob(pattern)]
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     """Load the checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
-    own = checkpoint.gguf
-    if own and (checkpoint.path / TOKENIZER_FILE).is_file():
-        own = None
+    gguf_file = checkpoint.gguf
+    if gguf_file and (checkpoint.path / TOKENIZER_FILE).is_file():
+        gguf_file = None
 
     def refuse(cause: str) -> OutriderError:
         remedy = "Copy the checkpoint's tokenizer.json beside its weights."
         return OutriderError("checkpoint", cause, remedy)
 
-    found = own.metadata.get(gguf.TOKENS) if own else _vocabularies(checkpoint)
+    found = gguf_file.metadata.get(gguf.TOKENS) if gguf_file else _vocabulary_files(checkpoint)
     if not found:
         raise refuse(f"{checkpoint.source} has no tokenizer")
     try:
-        if own:
-            return gguf_tokenizer.read(checkpoint.source, own)
+        if gguf_file:
+            return gguf_tokenizer.read(checkpoint.source, gguf_file)
         tokenizer = _read_tokenizer(checkpoint)
     except OutriderError:
         raise
@@ -76,24 +82,26 @@ def check_same_tokens(
 
     Ids that only the target has are never drafted, which costs acceptance but not exactness.
     """
-    mine, theirs = (
+    target_tokens, draft_tokens = (
         {i: t for t, i in tokenizer.get_vocab().items() if i < width}
         for tokenizer in (target, draft)
     )
-    different = sorted(i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i])
+    different = sorted(
+        i for i in target_tokens.keys() & draft_tokens.keys() if target_tokens[i] != draft_tokens[i]
+    )
     if different:
         first = different[0]
         raise OutriderError(
             "vocabulary",
-            f"id {first} is {mine[first]!r} in the target and {theirs[first]!r} in the draft "
-            f"(first of {len(different)})",
+            f"id {first} is {target_tokens[first]!r} in the target and {draft_tokens[first]!r} in "
+            f"the draft (first of {len(different)})",
             "Choose a DRAFT with the target's tokenizer, or DRAFT=none.",
         )
-    extra = len(set(target.get_vocab().values()) - theirs.keys())
+    extra = len(set(target.get_vocab().values()) - draft_tokens.keys())
     return f"{extra} of the target's tokens are unknown to the draft" if extra else "same tokens"
 
 
-def carry(
+def write_tokenizer(
     checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> TokenizerFacts:
     """Write the tokenizer and chat template into `folder`."""
@@ -128,11 +136,11 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
     sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     if (generation := generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
-    named = next((ids for ids in sources if ids is not None), None)
-    if named is None:  # the tokenizer may have added one that is not a token of the model
+    ids_in_config = next((ids for ids in sources if ids is not None), None)
+    if ids_in_config is None:  # the tokenizer may have added one that is not a token of the model
         own, width = tokenizer.eos_token_id, checkpoint.vocab_size
         return [own] if isinstance(own, int) and own < width else []
-    found = named if isinstance(named, list) else [named]
+    found = ids_in_config if isinstance(ids_in_config, list) else [ids_in_config]
     _check_tokens(checkpoint, "eos_token_id", found)
     return sorted(set(found))
 
@@ -140,10 +148,10 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
 def _check_tokens(checkpoint: Checkpoint, field: str, ids: list[Any]) -> None:
     """Raise OutriderError "checkpoint" for ids that are not tokens of the model."""
     width = checkpoint.vocab_size
-    if odd := [i for i in ids if type(i) is not int or not 0 <= i < width]:
+    if invalid := [i for i in ids if type(i) is not int or not 0 <= i < width]:
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has {field} {repr(odd[0])[:40]}, but only {width} tokens",
+            f"{checkpoint.source} has {field} {repr(invalid[0])[:40]}, but only {width} tokens",
             f"Correct {field} in generation_config.json or config.json.",
         )
 
@@ -159,7 +167,7 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     config = checkpoint.config
     generation = _generation(checkpoint)
     if checkpoint.features:
-        return tokens.begin(checkpoint, generation)[0]
+        return tokens.initial_tokens(checkpoint, generation)[0]
     starts = (
         generation.decoder_start_token_id,
         getattr(config, "decoder_start_token_id", None),
@@ -175,12 +183,12 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     return list(found.values())
 
 
-def audio(checkpoint: Checkpoint) -> AudioFacts | None:
+def audio_facts(checkpoint: Checkpoint) -> AudioFacts | None:
     """The facts needed to transcribe; None for models that do not. Raises OutriderError
     "checkpoint"."""
     if not checkpoint.features:
         return None
-    return tokens.facts(checkpoint, _generation(checkpoint))
+    return tokens.audio_facts(checkpoint, _generation(checkpoint))
 
 
 def _generation(checkpoint: Checkpoint) -> GenerationConfig:
@@ -189,11 +197,11 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
     only generation reads. Raises OutriderError "checkpoint"."""
     if (own := generation_config(checkpoint)) is not None:
         return own
-    said: Any = checkpoint.config
+    config: Any = checkpoint.config
     if not checkpoint.gguf:
-        said = read_config(checkpoint.source, checkpoint.path)
+        config = read_raw_config(checkpoint.source, checkpoint.path)
     try:
-        return GenerationConfig.from_model_config(said)
+        return GenerationConfig.from_model_config(config)
     except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
         raise OutriderError(
             "checkpoint",
@@ -202,30 +210,30 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
         ) from None
 
 
-def rules(checkpoint: Checkpoint) -> TextRules | None:
+def text_rules(checkpoint: Checkpoint) -> TextRules | None:
     """The rules of the generation config that a bundle keeps. Raises OutriderError
     "checkpoint"."""
     own = _generation(checkpoint)
-    asked = {field.name: getattr(own, field.name) for field in fields(TextRules)}
-    end = asked.pop("forced_eos_token_id")
-    asked = {name: value for name, value in asked.items() if value not in (None, 0, [])}
+    values = {field.name: getattr(own, field.name) for field in fields(TextRules)}
+    end = values.pop("forced_eos_token_id")
+    values = {name: value for name, value in values.items() if value not in (None, 0, [])}
     if end is not None:
-        asked["forced_eos_token_id"] = end[0] if isinstance(end, list) and len(end) == 1 else end
+        values["forced_eos_token_id"] = end[0] if isinstance(end, list) and len(end) == 1 else end
     try:
-        found: TextRules = build(TextRules, asked, "generation_config")
-        named = [token for word in found.bad_words_ids or () for token in word]
-        check_named(checkpoint, [*named, found.forced_eos_token_id or 0])
+        found: TextRules = build(TextRules, values, "generation_config")
+        token_ids = [token for word in found.bad_words_ids or () for token in word]
+        check_token_ids(checkpoint, [*token_ids, found.forced_eos_token_id or 0])
     except (TypeError, ValueError) as error:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source}: {first_line(error)}",
             "Correct its generation_config.json or config.json, or download the checkpoint again.",
         ) from None
-    return found if asked else None
+    return found if values else None
 
 
 # Fields that are absent from a generation config unless they are in use.
-_OFF = (
+_ABSENT_UNLESS_USED = (
     "sequence_bias", "exponential_decay_length_penalty", "max_new_tokens", "max_time",
     "stop_strings", "top_h", "force_words_ids", "constraints", "penalty_alpha", "dola_layers",
     "watermarking_config",
@@ -253,15 +261,17 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "eta_cutoff": (0.0,),
         "token_healing": (False,),
     }
-    neutral |= dict.fromkeys(_OFF, ())
+    neutral |= dict.fromkeys(_ABSENT_UNLESS_USED, ())
     if checkpoint.has_encoder and not checkpoint.features:
         neutral["max_length"] = (20,)  # Transformers' default too
     if not checkpoint.has_encoder:  # of an encoder-decoder, `start_ids` has it
         neutral["forced_bos_token_id"] = ()
     if not checkpoint.features:
         neutral |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],))
-    asked = {name: getattr(generation, name, None) for name in neutral}
-    return {n: value for n, value in asked.items() if value is not None and value not in neutral[n]}
+    values = {name: getattr(generation, name, None) for name in neutral}
+    return {
+        n: value for n, value in values.items() if value is not None and value not in neutral[n]
+    }
 
 
 # The message contents that a template may expect: a text, or a list of parts.
@@ -292,24 +302,24 @@ def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFa
 
 
 # Multimodal models may have their template here; Transformers gives it only to their processor.
-_PROCESSORS = ("processor_config.json", "chat_template.json")
+_PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 
 
 def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> str | None:
     template, file = tokenizer.chat_template, "tokenizer_config.json"
-    for name in _PROCESSORS:
+    for name in _PROCESSOR_FILES:
         if template is None and (checkpoint.path / name).is_file():
-            template, file = _written(checkpoint, name), name
+            template, file = _template_in(checkpoint, name), name
     # Several named templates: the one called default is what apply_chat_template takes.
     template = template.get("default") if isinstance(template, dict) else template
     if template is None or isinstance(template, str):
         return template
-    raise unreadable(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
+    raise unreadable_file(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
 
 
-def _written(checkpoint: Checkpoint, name: str) -> Any:
+def _template_in(checkpoint: Checkpoint, name: str) -> Any:
     try:
         found = json.loads((checkpoint.path / name).read_text(encoding="utf-8"))
         return found.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
-        raise unreadable(checkpoint, name, first_line(error)) from None
+        raise unreadable_file(checkpoint, name, first_line(error)) from None

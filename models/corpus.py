@@ -53,22 +53,22 @@ def _is_prose_or_code(text: str) -> bool:
     """False for files that are mainly numbers, byte strings or tables in another script."""
     letters = sum(map(str.isalpha, text)) + sum(map(str.isspace, text))
     escapes = len(re.findall(r"\\[xuU0-9]", text))
-    foreign = sum(character > "\x7f" for character in text)
+    non_ascii = sum(character > "\x7f" for character in text)
     longest_line = max(map(len, text.splitlines()), default=0)
     return (
         letters > 0.6 * len(text)
         and escapes < 0.01 * len(text)
-        and foreign < 0.02 * len(text)
+        and non_ascii < 0.02 * len(text)
         and longest_line < 1000
     )
 
 
 def _library_documents(root: Path) -> Iterator[str]:
     for path in sorted(root.rglob("*")):
-        inside = path.relative_to(root).parts
-        if path.suffix not in SUFFIXES or SKIPPED_FOLDERS.intersection(inside):
+        parts = path.relative_to(root).parts
+        if path.suffix not in SUFFIXES or SKIPPED_FOLDERS.intersection(parts):
             continue
-        if inside[0].startswith("config-") or "topics.py" in inside:
+        if parts[0].startswith("config-") or "topics.py" in parts:
             continue
         if not path.is_file() or not 200 <= path.stat().st_size <= MAX_FILE_BYTES:
             continue
@@ -140,8 +140,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> T
     # The pre-tokenizer puts the last space of an indentation with the following word, and the
     # others with the newline. So a token of newlines only is followed by an unindented line.
     newlines = [i for t, i in tokenizer.get_vocab().items() if t and set(t) == {"Ċ"}]
-    after = np.isin(tokens[:-1], [SEPARATOR_ID, *newlines])
-    starts = np.flatnonzero(after & (tokens[1:] != SEPARATOR_ID)) + 1
+    starts_line = np.isin(tokens[:-1], [SEPARATOR_ID, *newlines])
+    starts = np.flatnonzero(starts_line & (tokens[1:] != SEPARATOR_ID)) + 1
     return TokenStream(torch.from_numpy(tokens), torch.from_numpy(starts))
 
 

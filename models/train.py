@@ -33,8 +33,8 @@ try:
         autocast,
         build,
         distillation_loss,
+        log,
         next_token_loss,
-        say,
     )
     from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 except ImportError as missing:
@@ -76,13 +76,13 @@ SMOKE = Plan(
 )  # fmt: skip
 
 
-def model_of(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
+def new_model(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
     return build(shape, VOCAB_SIZE, corpus.MAX_POSITIONS, corpus.SEPARATOR_ID, seed)
 
 
 def plain_copy(model: LlamaForCausalLM, shape: dict[str, int]) -> LlamaForCausalLM:
     """The same weights in uncompiled layers, for sampling, whose shapes change at every step."""
-    copy = model_of(shape, 0).eval()
+    copy = new_model(shape, 0).eval()
     copy.load_state_dict(model.state_dict())
     return copy
 
@@ -91,8 +91,8 @@ def prepare(
     plan: Plan, seed: int, work: Path
 ) -> tuple[PreTrainedTokenizerFast, dict[str, corpus.TokenStream], dict[str, int]]:
     """Corpus and tokenizer, created once and then read from the work folder."""
-    done = work / "corpus.pt"
-    if not done.exists():
+    corpus_file = work / "corpus.pt"
+    if not corpus_file.exists():
         texts = corpus.collect(plan.corpus_bytes)
         if not texts.train or not texts.held_out:
             raise TrainError(
@@ -114,15 +114,15 @@ def prepare(
             facts[f"{split}_bytes"] = sum(len(text.encode()) for text in documents)
             facts[f"{split}_tokens"] = len(streams[split].tokens)
         raw = {split: (stream.tokens, stream.starts) for split, stream in streams.items()}
-        torch.save({"streams": raw, "facts": facts, "seed": seed}, done.with_suffix(".new"))
-        os.replace(done.with_suffix(".new"), done)
-    saved = torch.load(done, weights_only=True)
+        torch.save({"streams": raw, "facts": facts, "seed": seed}, corpus_file.with_suffix(".new"))
+        os.replace(corpus_file.with_suffix(".new"), corpus_file)
+    saved = torch.load(corpus_file, weights_only=True)
     if saved["seed"] != seed:
         raise TrainError(
             f"{work} was started with --seed {saved['seed']}. Use that seed, or another --work"
         )
     facts = saved["facts"]
-    say(f"corpus: {facts['train_files']} files, {facts['train_tokens']:,} tokens to train on")
+    log(f"corpus: {facts['train_files']} files, {facts['train_tokens']:,} tokens to train on")
     streams = {split: corpus.TokenStream(*raw) for split, raw in saved["streams"].items()}
     return PreTrainedTokenizerFast.from_pretrained(work / "tokenizer"), streams, facts
 
@@ -144,10 +144,12 @@ def sampled_text(
     while sum(map(len, parts)) < count:
         rows = min(128, count)
         prompts = corpus.windows(stream, rows, 4 << len(parts) % 4, generator)
-        heat = temperatures.repeat(-(-rows // len(temperatures)))[:rows]
+        row_temperatures = temperatures.repeat(-(-rows // len(temperatures)))[:rows]
         with autocast():
-            parts.append(measure.sample(target, prompts, SAMPLED_LENGTH, heat, generator))
-        say(f"sampled: {sum(map(len, parts))} of {count} windows")
+            parts.append(
+                measure.sample(target, prompts, SAMPLED_LENGTH, row_temperatures, generator)
+            )
+        log(f"sampled: {sum(map(len, parts))} of {count} windows")
     sampled = torch.cat(parts)[:count]
     torch.save(sampled, path)
     return sampled
@@ -168,24 +170,24 @@ def batches_from(stream: corpus.TokenStream, sampled: torch.Tensor | None = None
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write float16 weights, configurations and tokenizer in the Hugging Face layout."""
-    half = LlamaForCausalLM(model.config).to(torch.float16)
-    half.load_state_dict(model.state_dict())
-    half.config.dtype = torch.float16
-    half.config.pad_token_id = corpus.SEPARATOR_ID
-    half.config.architectures = ["LlamaForCausalLM"]
-    half.generation_config = GenerationConfig(
+    half_model = LlamaForCausalLM(model.config).to(torch.float16)
+    half_model.load_state_dict(model.state_dict())
+    half_model.config.dtype = torch.float16
+    half_model.config.pad_token_id = corpus.SEPARATOR_ID
+    half_model.config.architectures = ["LlamaForCausalLM"]
+    half_model.generation_config = GenerationConfig(
         bos_token_id=corpus.SEPARATOR_ID,
         eos_token_id=corpus.SEPARATOR_ID,
         pad_token_id=corpus.SEPARATOR_ID,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    half.save_pretrained(folder)
+    half_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # The class name that both Transformers 4 and 5 load.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for circumstance in ("is_local", "local_files_only"):
-        settings.pop(circumstance, None)
+    for local_setting in ("is_local", "local_files_only"):
+        settings.pop(local_setting, None)
     path.write_text(json.dumps(settings, indent=2) + "\n")
     (folder / "model.safetensors").chmod(0o644)
 
@@ -198,8 +200,8 @@ def evaluate(
     held_out = corpus.windows(stream, plan.held_out_windows, 512, generator)
     figures = {"held_out_text": measure.measure(target, draft, held_out)}
     prompts = corpus.windows(stream, plan.generated_windows, PROMPT_LENGTH, generator)
-    for name, heat in (("target_text_temperature_1", 1.0), ("target_text_greedy", 0.0)):
-        temperatures = torch.full((len(prompts),), heat)
+    for name, temperature in (("target_text_temperature_1", 1.0), ("target_text_greedy", 0.0)):
+        temperatures = torch.full((len(prompts),), temperature)
         length = PROMPT_LENGTH + GENERATED_LENGTH
         text = measure.sample(target, prompts, length, temperatures, generator)
         figures[name] = measure.measure(target, draft, text, prompt=PROMPT_LENGTH)
@@ -211,7 +213,7 @@ def train(plan: Plan, seed: int, work: Path, out: Path) -> None:
     tokenizer, streams, facts = prepare(plan, seed, work)
     text = streams["train"]
 
-    target = model_of(TARGET_SHAPE, seed)
+    target = new_model(TARGET_SHAPE, seed)
     card: dict[str, object] = {"seed": seed, "corpus": facts}
     card["target"] = Trainer(
         "target", target, next_token_loss(target), batches_from(text), TARGET_RATE,
@@ -221,7 +223,7 @@ def train(plan: Plan, seed: int, work: Path, out: Path) -> None:
 
     sampled = sampled_text(target, text, plan.sampled_windows, seed, work)
     teacher = plain_copy(target, TARGET_SHAPE)
-    draft = model_of(DRAFT_SHAPE, seed + 1)
+    draft = new_model(DRAFT_SHAPE, seed + 1)
     card["draft"] = Trainer(
         "draft", draft, distillation_loss(draft, teacher, plan.compiled),
         batches_from(text, sampled), DRAFT_RATE,
@@ -231,16 +233,16 @@ def train(plan: Plan, seed: int, work: Path, out: Path) -> None:
 
     for name, model in (("target", target), ("draft", draft)):
         save(model, tokenizer, out / name)
-    say("evaluating the saved models")
-    half_target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
-    half_draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
-    card["saved"] = evaluate(half_target, half_draft, streams["held_out"], plan)
+    log("evaluating the saved models")
+    saved_target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    saved_draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
+    card["saved"] = evaluate(saved_target, saved_draft, streams["held_out"], plan)
     (out / "training.json").write_text(json.dumps(card, indent=2) + "\n")
     for name, figures in card["saved"].items():
-        say(f"{name}: " + "  ".join(f"{key} {value}" for key, value in figures.items()))
+        log(f"{name}: " + "  ".join(f"{key} {value}" for key, value in figures.items()))
     prompt = tokenizer("def read_file(path):\n", return_tensors="pt")["input_ids"]
-    greedy = measure.sample(half_target, prompt, 96, torch.zeros(1), torch.Generator())
-    say(f"greedy sample:\n{tokenizer.decode(greedy[0])}")
+    greedy = measure.sample(saved_target, prompt, 96, torch.zeros(1), torch.Generator())
+    log(f"greedy sample:\n{tokenizer.decode(greedy[0])}")
 
 
 def arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ LENGTHS = (256, 256, 256, 256, 512, 512, 512, 2048)  # window lengths, drawn per
 WARMUP_STEPS = 100
 TIMED_STEPS = 12  # first steps, timed to compute how many fit into the minutes
 CHECKPOINT_SECONDS = 60
-SAY_SECONDS = 10
+LOG_SECONDS = 10
 
 Loss = Callable[[torch.Tensor], torch.Tensor]  # tokens [B, N] -> sum over all positions, nats
 Batches = Callable[[int, torch.Generator], torch.Tensor]  # length, randomness -> tokens [B, length]
@@ -33,7 +33,7 @@ class TrainError(Exception):
     """An error with a cause and a remedy, shown without a traceback."""
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, flush=True)
 
 
@@ -108,13 +108,15 @@ def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, compile
 
     def loss(tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            known = measure.hidden_states(target, tokens).flatten(0, 1)
+            target_hidden = measure.hidden_states(target, tokens).flatten(0, 1)
         hidden = measure.hidden_states(draft, tokens).flatten(0, 1)
         total = torch.zeros(())
         draft_pieces = measure.logit_pieces(draft, hidden)
-        for known_rows, draft_logits in zip(known.split(measure.ROWS), draft_pieces, strict=True):
+        for target_rows, draft_logits in zip(
+            target_hidden.split(measure.ROWS), draft_pieces, strict=True
+        ):
             with torch.no_grad():
-                target_logits = target.lm_head(known_rows).float()
+                target_logits = target.lm_head(target_rows).float()
             total = total + rows_divergence(target_logits, draft_logits)
         return total
 
@@ -140,40 +142,42 @@ class Trainer:
         """Train, or continue training; returns the entries of the model card."""
         self.path = self.work / f"{self.name}.pt"
         self.optimizer = self._optimizer()
-        self.step, self.tokens, self.smooth, self.seconds = 0, 0, 0.0, 0.0
+        self.step, self.tokens, self.smoothed_loss, self.seconds = 0, 0, 0.0, 0.0
         self._continue()
         if self.compiled:
             compile_layers(self.model)
         self.model.train()
-        saved = said = time.monotonic()
-        said_step, warm = self.step, 0.0
+        last_save = last_log = time.monotonic()
+        last_log_step, untimed_seconds = self.step, 0.0
         while self.steps is None or self.step < self.steps:
-            begun = time.monotonic()
+            started = time.monotonic()
             self._one_step()
             now = time.monotonic()
-            self.seconds += now - begun
+            self.seconds += now - started
             if self.step == TIMED_STEPS // 3:
-                warm = self.seconds  # not representative: memory and kernels were being set up
+                untimed_seconds = (
+                    self.seconds
+                )  # not representative: memory and kernels were being set up
             if self.steps is None and self.step == TIMED_STEPS:
-                pace = (self.seconds - warm) / (self.step - TIMED_STEPS // 3)
+                pace = (self.seconds - untimed_seconds) / (self.step - TIMED_STEPS // 3)
                 self.steps = max(self.step, int(self.minutes * 60 / pace))
-                say(
+                log(
                     f"{self.name}: {self.steps} steps of {BATCH_TOKENS} tokens fit into "
                     f"{self.minutes:g} minutes"
                 )
-            if now - said > SAY_SECONDS or self.step == self.steps:
-                self._say_progress((self.step - said_step) / (now - said))
-                said, said_step = now, self.step
-            if now - saved > CHECKPOINT_SECONDS or self.step == self.steps:
+            if now - last_log > LOG_SECONDS or self.step == self.steps:
+                self._log_progress((self.step - last_log_step) / (now - last_log))
+                last_log, last_log_step = now, self.step
+            if now - last_save > CHECKPOINT_SECONDS or self.step == self.steps:
                 self._save()
-                saved = now
+                last_save = now
         self.model.eval()
         return {
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "steps": self.step,
             "tokens": self.tokens,
             "minutes": round(self.seconds / 60, 1),
-            "final_training_loss": round(self.smooth, 4),
+            "final_training_loss": round(self.smoothed_loss, 4),
         }
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -209,12 +213,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += batch.numel()
-        self.smooth += (total - self.smooth) * max(0.02, 1 / self.step)
+        self.smoothed_loss += (total - self.smoothed_loss) * max(0.02, 1 / self.step)
 
-    def _say_progress(self, steps_per_second: float) -> None:
+    def _log_progress(self, steps_per_second: float) -> None:
         left = ((self.steps or self.step) - self.step) / steps_per_second / 60
-        say(
-            f"{self.name}: step {self.step}/{self.steps or '?'}  loss {self.smooth:.3f}  "
+        log(
+            f"{self.name}: step {self.step}/{self.steps or '?'}  loss {self.smoothed_loss:.3f}  "
             f"{steps_per_second * BATCH_TOKENS:,.0f} tokens/s  {left:.1f} min left"
         )
 
@@ -222,7 +226,7 @@ class Trainer:
         state = {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "step": self.step, "steps": self.steps, "seconds": self.seconds,
-            "tokens": self.tokens, "smooth": self.smooth,
+            "tokens": self.tokens, "smooth": self.smoothed_loss,
         }  # fmt: skip
         torch.save(state, self.path.with_suffix(".new"))
         os.replace(self.path.with_suffix(".new"), self.path)  # never a half-written checkpoint
@@ -234,6 +238,6 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
-        self.smooth, self.seconds = state["smooth"], state["seconds"]
+        self.smoothed_loss, self.seconds = state["smooth"], state["seconds"]
         self.steps = self.steps or state["steps"]
-        say(f"{self.name}: continuing at step {self.step} of {self.steps}")
+        log(f"{self.name}: continuing at step {self.step} of {self.steps}")

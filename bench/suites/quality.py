@@ -90,7 +90,7 @@ def outrider_models(
     for name, each, most in kinds + [(f"int4, BITS={most:g}", 4, most) for most in bits]:
         clock.note(name)
         model = load(find(str(checkpoint)), torch.float32)
-        found = quantise_model(model, each, calibration, most=most)
+        found = quantise_model(model, each, calibration, max_bits=most)
         yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
         del model
 

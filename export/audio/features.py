@@ -13,13 +13,13 @@ from runtime.files.generation import FeatureFacts
 from runtime.files.records import build
 
 
-class OtherFeatures(Exception):
+class UnsupportedFeatures(Exception):
     """The features are not log-mel spectra of a fixed length; the message is the reason."""
 
 
 def read(name: str, path: Path) -> FeatureFacts:
     """Read preprocessor_config.json, with Transformers' defaults for missing fields. Raises
-    OutriderError "checkpoint", OtherFeatures."""
+    OutriderError "checkpoint", UnsupportedFeatures."""
     try:
         extractor: Any = AutoFeatureExtractor.from_pretrained(  # type: ignore[no-untyped-call]
             path, trust_remote_code=False
@@ -30,18 +30,18 @@ def read(name: str, path: Path) -> FeatureFacts:
             f"the preprocessor_config.json of {name} cannot be read: {first_line(error)}",
             "Copy the checkpoint's preprocessor_config.json beside its weights.",
         ) from None
-    given = {field.name: getattr(extractor, field.name, None) for field in fields(FeatureFacts)}
-    if missing := [field for field, value in given.items() if value is None]:
-        raise OtherFeatures(
+    values = {field.name: getattr(extractor, field.name, None) for field in fields(FeatureFacts)}
+    if missing := [field for field, value in values.items() if value is None]:
+        raise UnsupportedFeatures(
             f"its encoder does not read log-mel spectra of a fixed length: its "
             f"{type(extractor).__name__} has no {missing[0]}"
         )
     try:
-        found: FeatureFacts = build(FeatureFacts, given, "preprocessor_config")
+        facts: FeatureFacts = build(FeatureFacts, values, "preprocessor_config")
     except (TypeError, ValueError) as error:
         raise OutriderError(
             "checkpoint",
             f"{name}: {first_line(error)}",
             "Download the checkpoint again, or correct that field.",
         ) from None
-    return found
+    return facts

@@ -14,26 +14,26 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.generation import AudioFacts
 from runtime.files.records import TokenId, build
 
-from ..checkpoint import Checkpoint, check_named
+from ..checkpoint import Checkpoint, check_token_ids
 
 _FILE = "generation_config"
 _REMEDY = "Correct its generation_config.json, or download the checkpoint again."
 
 
-class _NoSound:
+class _LanguageDetector:
     """A stand-in for a model whose language is to be detected, without audio: it returns any."""
 
     device = "cpu"
 
     def __init__(self, languages: dict[str, int]):
-        self._languages, self.asked = languages, False
+        self._languages, self.was_asked = languages, False
 
     def detect_language(self, **_: Any) -> torch.Tensor:
-        self.asked = True
+        self.was_asked = True
         return torch.tensor([min(self._languages.values())])
 
 
-def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], bool]:
+def initial_tokens(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], bool]:
     """The decoder's first tokens as Transformers' `generate` derives them from the checkpoint's
     defaults for one source, without timestamps; and whether the second one is a language that has
     to be detected.
@@ -43,44 +43,46 @@ def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], 
     kind: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING[type(checkpoint.config)]
     retrieve = getattr(kind, "_retrieve_init_tokens", None)
     if retrieve is None:
-        raise _odd(checkpoint, f"Transformers' {kind.__name__} does not define the first tokens")
+        raise _transcription_error(
+            checkpoint, f"Transformers' {kind.__name__} does not define the first tokens"
+        )
     own: Any = copy.deepcopy(config)
     own.return_timestamps = False
     try:
         languages = getattr(config, "lang_to_id", None) or {}
-        model = _NoSound(build(dict[str, TokenId], languages, f"{_FILE}.lang_to_id"))
+        model = _LanguageDetector(build(dict[str, TokenId], languages, f"{_FILE}.lang_to_id"))
         (ids,) = retrieve(model, None, 1, own, checkpoint.config, 0, {}).tolist()
-        check_named(checkpoint, ids)
+        check_token_ids(checkpoint, ids)
     except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-        raise _odd(checkpoint, first_line(error)) from None
-    return ids, model.asked
+        raise _transcription_error(checkpoint, first_line(error)) from None
+    return ids, model.was_asked
 
 
-def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
+def audio_facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
     """The facts that transcription needs. Raises OutriderError "checkpoint" for invalid fields."""
-    ids, detected = begin(checkpoint, config)
+    ids, detected = initial_tokens(checkpoint, config)
     names = [field.name for field in fields(AudioFacts)]
-    said = {name: getattr(config, name, None) for name in names}
-    codes = {name.strip("<|>") for name in said["lang_to_id"] or ()}
-    given = {
+    configured = {name: getattr(config, name, None) for name in names}
+    codes = {name.strip("<|>") for name in configured["lang_to_id"] or ()}
+    values = {
         "lang_to_id": {},
         "task_to_id": {},
         "is_multilingual": False,
         "suppress_tokens": [],
         "begin_suppress_tokens": [],
         "max_length": checkpoint.max_len,
-        **{name: value for name, value in said.items() if value is not None},
+        **{name: value for name, value in configured.items() if value is not None},
         "decoder_start_token_id": ids[0],
         "language_detected": detected,
         "language_names": {n: c for n, c in TO_LANGUAGE_CODE.items() if c in codes} or None,
     }
     try:
-        found: AudioFacts = build(AudioFacts, given, _FILE)
-        check_named(checkpoint, found.tokens())
+        found: AudioFacts = build(AudioFacts, values, _FILE)
+        check_token_ids(checkpoint, found.tokens())
     except (TypeError, ValueError) as error:
-        raise _odd(checkpoint, first_line(error)) from None
+        raise _transcription_error(checkpoint, first_line(error)) from None
     return replace(found, max_length=min(found.max_length, checkpoint.max_len))
 
 
-def _odd(checkpoint: Checkpoint, what: str) -> OutriderError:
+def _transcription_error(checkpoint: Checkpoint, what: str) -> OutriderError:
     return OutriderError("checkpoint", f"{checkpoint.source} cannot transcribe: {what}", _REMEDY)

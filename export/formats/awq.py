@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 
-from .packed import Lazy, Levels, Packed, PackedModule, quantised, read_packed, unpack, unsupported
+from .packed import (
+    Lazy,
+    Levels,
+    Packed,
+    PackedModule,
+    make_levels,
+    read_packed,
+    unpack,
+    unsupported,
+)
 
 # The place of each of eight outputs in a word.
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_OUTPUT_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
@@ -38,12 +47,14 @@ def _weight(module: PackedModule) -> Lazy:
         raise module.damaged(f"scales has {count} groups for {width} columns")
 
     def make() -> Levels:
-        return quantised(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
+        return make_levels(
+            _unpack_outputs(words[...]).T, scales[...].T, _unpack_outputs(zeros[...]).T
+        )
 
     return Lazy(make, (rows, width))
 
 
-def _outputs(words: torch.Tensor) -> torch.Tensor:
+def _unpack_outputs(words: torch.Tensor) -> torch.Tensor:
     """Unpack [..., N / 8] words to [..., N]."""
-    mixed = unpack(words, 4)
-    return mixed.reshape(-1, 8)[:, _PLACES].reshape(mixed.shape)
+    permuted = unpack(words, 4)
+    return permuted.reshape(-1, 8)[:, _OUTPUT_ORDER].reshape(permuted.shape)

@@ -14,7 +14,7 @@ from .packed import (
     Make,
     Packed,
     PackedModule,
-    quantised,
+    make_levels,
     read_packed,
     unpack,
     unsupported,
@@ -22,7 +22,7 @@ from .packed import (
 
 _LAYOUTS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"}
 # Parameters for quantising activations and cache, which this export does not use.
-_NOT_WEIGHTS = (
+_ACTIVATION_SUFFIXES = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
     ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
@@ -34,9 +34,9 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
     schemes = config.get("config_groups")
     if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
         raise unsupported(name, f"compressed-tensors with config_groups = {str(schemes)[:40]}")
-    named = {config.get("format"), *(scheme.get("format") for scheme in schemes.values())}
-    if odd := sorted(map(str, named - _LAYOUTS - {None, "mixed-precision"})):
-        raise unsupported(name, f"compressed-tensors in the layout {odd[0]!r}")
+    layouts = {config.get("format"), *(scheme.get("format") for scheme in schemes.values())}
+    if unknown := sorted(map(str, layouts - _LAYOUTS - {None, "mixed-precision"})):
+        raise unsupported(name, f"compressed-tensors in the layout {unknown[0]!r}")
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         raise unsupported(name, f"compressed-tensors in the layout {sparse!r}")
@@ -49,17 +49,17 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
             raise unsupported(name, f"compressed-tensors with {what}")
     if not weights:
         raise unsupported(name, "compressed-tensors whose weights are not quantised")
-    others = config.get("kv_cache_scheme") or any(
+    has_other_schemes = config.get("kv_cache_scheme") or any(
         scheme.get(part) for scheme in schemes.values() for part in _ACTIVATIONS
     )
     blocks = next((s["block_structure"] for s in weights if s.get("block_structure")), None)
-    kinds: dict[str, Make] = {"weight_packed": _unpacked, "weight_scale": partial(_plain, blocks)}
+    readers: dict[str, Make] = {"weight_packed": _unpacked, "weight_scale": partial(_plain, blocks)}
     return Packed(
         "compressed-tensors",
         min(int(scheme["num_bits"]) for scheme in weights),
         " and ".join(dict.fromkeys(map(_details, weights))),
-        lambda: read_packed(name, folder, kinds, but=_NOT_WEIGHTS),
-        "quantisation of its activations or cache is not carried over" if others else "",
+        lambda: read_packed(name, folder, readers, ignored=_ACTIVATION_SUFFIXES),
+        "quantisation of its activations or cache is not carried over" if has_other_schemes else "",
     )
 
 
@@ -79,10 +79,10 @@ def _unpacked(module: PackedModule) -> Lazy:
     [2], and optionally weight_zero_point int32 [ceil(N * bits / 32), G] and weight_g_idx [K]. All
     integers are stored with 2 ** (bits - 1) added."""
     words, scales, shape = map(module.take, ("weight_packed", "weight_scale", "weight_shape"))
-    zeros = module.take_if_there("weight_zero_point")
-    order = module.take_if_there("weight_g_idx")
+    zeros = module.take_optional("weight_zero_point")
+    order = module.take_optional("weight_g_idx")
     rows, width = (*map(int, shape[...].flatten()), 0, 0)[:2]
-    scales = _columns(scales)
+    scales = _as_columns(scales)
     bits = next((b for b in (4, 8) if words.shape == (rows, -(-width * b // 32))), 0)
     if not bits:
         raise module.damaged(f"weight_packed is {list(words.shape)} for {rows} x {width}")
@@ -90,7 +90,7 @@ def _unpacked(module: PackedModule) -> Lazy:
     count = scales.shape[-1]
     _expect_groups(module, scales, rows, width, ordered=order is not None)
     if zeros is not None:
-        zeros = _columns(zeros)
+        zeros = _as_columns(zeros)
         several = -(-rows * bits // 32) if zeros.dtype == "I32" else rows
         module.expect("weight_zero_point", zeros, {"I32", "I8"}, several, count)
     group = None
@@ -98,14 +98,14 @@ def _unpacked(module: PackedModule) -> Lazy:
         module.expect("weight_g_idx", order, {"I32", "I64"}, width)
         if not bool((order[...] < 0).any()):  # -1 means that the columns are in order
             group = module.groups("weight_g_idx", order, count)
-    middle = 2 ** (bits - 1)
+    zero_level = 2 ** (bits - 1)
 
     def make() -> Levels:
         zero = None if zeros is None else zeros[...]
         if zero is not None and zero.dtype == torch.int32:
-            zero = unpack(zero.T, bits).T[:rows] - middle
-        levels = unpack(words[...], bits)[:, :width] - middle
-        return quantised(levels, scales[...], zero, group)
+            zero = unpack(zero.T, bits).T[:rows] - zero_level
+        levels = unpack(words[...], bits)[:, :width] - zero_level
+        return make_levels(levels, scales[...], zero, group)
 
     return Lazy(make, (rows, width))
 
@@ -114,20 +114,20 @@ def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
     """Read weight int8 or float8 [N, K], weight_scale [N, G], [N], [1], or [ceil(N / b), K / c] for
     blocks of b x c, and optionally weight_zero_point int8, of the scale's shape."""
     weight, scales = map(module.take, ("weight", "weight_scale"))
-    zeros = module.take_if_there("weight_zero_point")
+    zeros = module.take_optional("weight_zero_point")
     module.expect("weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
     rows, width = weight.shape
-    scales = _columns(scales)
+    scales = _as_columns(scales)
     if zeros is not None:
-        zeros = _columns(zeros)
+        zeros = _as_columns(zeros)
         module.expect("weight_zero_point", zeros, {"I8", "F8_E4M3"}, *scales.shape)
     if blocks and scales.shape[0] == -(-rows // blocks[0]):
-        each = blocks[0]
+        rows_per_scale = blocks[0]
     else:
-        each = rows if scales.shape[0] == 1 else 1
+        rows_per_scale = rows if scales.shape[0] == 1 else 1
 
-    def whole(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.repeat_interleave(each, 0)[:rows]
+    def repeat_rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat_interleave(rows_per_scale, 0)[:rows]
 
     group = None  # block of each column; the last block may be partial
     if blocks and scales.shape[1] == -(-width // blocks[1]):
@@ -135,17 +135,20 @@ def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
     elif blocks and scales.shape[1] > 1:
         what = f"compressed-tensors with {width} columns in blocks of {blocks[1]}"
         raise unsupported(module.checkpoint, what)
-    grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
-    _expect_groups(module, grown, rows, width, ordered=group is not None)
+    scales_by_row = Lazy(
+        lambda: repeat_rows(scales[...]),
+        (min(rows, scales.shape[0] * rows_per_scale), scales.shape[1]),
+    )
+    _expect_groups(module, scales_by_row, rows, width, ordered=group is not None)
 
     def make() -> Levels:
-        zero = None if zeros is None else whole(zeros[...])
-        return quantised(weight[...], grown[...], zero, group)
+        zero = None if zeros is None else repeat_rows(zeros[...])
+        return make_levels(weight[...], scales_by_row[...], zero, group)
 
     return Lazy(make, (rows, width))
 
 
-def _columns(tensor: Lazy) -> Lazy:
+def _as_columns(tensor: Lazy) -> Lazy:
     """[N] or a scalar as [N, 1]."""
     if len(tensor.shape) > 1:
         return tensor

@@ -12,26 +12,27 @@ from typing import Any
 class Family:
     """The properties that differ between families.
 
-    rotated: llama.cpp rotates pairs of neighbours, so the rows of queries and keys are in another
-    order than in Transformers. keys: metadata keys in addition to `KEYS`. given: configuration
-    fields that apply unless a key sets them. layer: names within a layer that differ from `LAYER`.
-    shifted: norms are stored with the 1 that Transformers' model adds. local: layers with a window
-    have a separate rotary embedding. partial: the rotary embedding may cover a part of each head,
-    with factors for its frequencies. widest: the number of layers of the model whose scores are
-    scaled by the square root of hidden_size / heads instead of the head's width, which no key
-    specifies; None if the family has no such model.
+    rotates_neighbours: llama.cpp rotates pairs of neighbours, so the rows of queries and keys are
+    in another order than in Transformers. keys: metadata keys in addition to `KEYS`. defaults:
+    configuration fields that apply unless a key sets them. layer: names within a layer that differ
+    from `LAYER`. stores_norms_plus_one: norms are stored with the 1 that Transformers' model adds.
+    has_local_rope: layers with a window have a separate rotary embedding. has_partial_rope: the
+    rotary embedding may cover a part of each head, with factors for its frequencies.
+    largest_model_layers: the number of layers of the model whose scores are scaled by the square
+    root of hidden_size / heads instead of the head's width, which no key specifies; None if the
+    family has no such model.
     """
 
     model_type: str
-    head: str
-    rotated: bool = False
+    model_class: str
+    rotates_neighbours: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, str] = field(default_factory=dict)
-    shifted: bool = False
-    local: bool = False
-    partial: bool = False
-    widest: int | None = None
+    stores_norms_plus_one: bool = False
+    has_local_rope: bool = False
+    has_partial_rope: bool = False
+    largest_model_layers: int | None = None
 
 
 KEYS = {
@@ -66,7 +67,7 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM", rotated=True),  # and Mistral
+    "llama": Family("llama", "LlamaForCausalLM", rotates_neighbours=True),  # and Mistral
     "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Family(
@@ -77,7 +78,7 @@ FAMILIES = {
             "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        given={"norm_topk_prob": True},
+        defaults={"norm_topk_prob": True},
         layer={
             "ffn_gate_inp": "mlp.gate",
             "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -91,18 +92,18 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         keys={**_WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
         layer=_GEMMA,
-        shifted=True,
-        widest=46,
+        stores_norms_plus_one=True,
+        largest_model_layers=46,
     ),
     "gemma3": Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         keys={**_WINDOW, **_CAP},
-        given={"final_logit_softcapping": None},
+        defaults={"final_logit_softcapping": None},
         layer=_GEMMA,
-        shifted=True,
-        local=True,
-        widest=62,
+        stores_norms_plus_one=True,
+        has_local_rope=True,
+        largest_model_layers=62,
     ),
     # The original has a sliding window, which llama.cpp itself ignores.
     "phi3": Family(
@@ -112,14 +113,14 @@ FAMILIES = {
             **_WINDOW,
             "rope.scaling.original_context_length": "original_max_position_embeddings",
         },
-        given={"sliding_window": None},
+        defaults={"sliding_window": None},
         layer={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        partial=True,
+        has_partial_rope=True,
     ),
     "granite": Family(
         "granite",
         "GraniteForCausalLM",
-        rotated=True,
+        rotates_neighbours=True,
         keys={
             "attention.scale": "attention_multiplier",
             "embedding_scale": "embedding_multiplier",
@@ -128,5 +129,5 @@ FAMILIES = {
         },
     ),
     # By default, every fourth layer has no rotary embedding in both.
-    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", rotated=True),
+    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", rotates_neighbours=True),
 }

@@ -26,7 +26,7 @@ _BLOCK = {**dequant.GGML_BLOCK, _Q5_0: (32, 22), _Q5_1: (32, 24)}
 _NAME = {**dequant.GGML_NAME, _Q5_0: "Q5_0", _Q5_1: "Q5_1", 0: "F32", 1: "F16", 30: "BF16"}
 _BITS = {0: 32, 1: 16, 30: 16}
 TOKENS = "tokenizer.ggml.tokens"
-_AT_ONCE = 1 << 15  # blocks to split at a time
+_BLOCKS_AT_A_TIME = 1 << 15  # blocks to split at a time
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,31 @@ def read(name: str, path: Path) -> GgufFile:
     for key, shape, kind, offset in table:
         if kind not in _PLAIN and kind not in _BLOCK:
             raise unsupported(name, f"{key} has ggml type {kind}")
-        size = _bytes(kind, shape)
+        size = _tensor_size(kind, shape)
         if size is None or begin + offset + size > len(content):
             raise damaged(name, f"it ends before {key} does")
         data = content[begin + offset : begin + offset + size]
         tensors[key] = Lazy(_reader(data, kind, shape), shape, _NAME[kind])
         if len(shape) > 1:
             kinds[kind] += prod(shape)
-    common = [kind for kind, _ in kinds.most_common()]
-    if not common:
+    most_common = [kind for kind, _ in kinds.most_common()]
+    if not most_common:
         raise damaged(name, "it has no weights")
-    return GgufFile(path, metadata, tensors, _bits(common[0]), [_NAME[kind] for kind in common])
+    return GgufFile(
+        path,
+        metadata,
+        tensors,
+        _bits_of_kind(most_common[0]),
+        [_NAME[kind] for kind in most_common],
+    )
 
 
-def _bits(kind: int) -> int:
+def _bits_of_kind(kind: int) -> int:
     """Bits of a type, by its name: Q4_K has 4, IQ2_XS has 2."""
     return _BITS.get(kind) or next(int(letter) for letter in _NAME[kind] if letter.isdigit())
 
 
-def _bytes(kind: int, shape: tuple[int, ...]) -> int | None:
+def _tensor_size(kind: int, shape: tuple[int, ...]) -> int | None:
     """Size of a tensor; None if its rows are not made of whole blocks."""
     if kind in _PLAIN:
         return prod(shape) * _PLAIN[kind].itemsize
@@ -143,7 +149,7 @@ def _levels(blocks: _Blocks) -> Levels:
     """The same with a byte per number, from which rows of these kinds are dequantised three times
     as fast."""
     *rows, _ = blocks.data.shape
-    pieces = torch.split(blocks.data.view(-1, _BLOCK[blocks.kind][1]), _AT_ONCE)
+    pieces = torch.split(blocks.data.view(-1, _BLOCK[blocks.kind][1]), _BLOCKS_AT_A_TIME)
     parts = zip(*(_SPLIT[blocks.kind](piece, blocks.kind) for piece in pieces), strict=True)
     return Levels(*(torch.cat(part).view(*rows, -1) for part in parts))
 
@@ -154,27 +160,27 @@ def _split_32(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
     scale = _half(blocks, 0)
     if kind == _Q8_0:
         return blocks[:, 2:].view(torch.int8), scale
-    level, least = _fields(blocks[:, -16:], 4, 16), kind in (_Q4_1, _Q5_1)
-    middle = 8
+    level, has_minimum = _unpack_fields(blocks[:, -16:], 4, 16), kind in (_Q4_1, _Q5_1)
+    zero_level = 8
     if kind in (_Q5_0, _Q5_1):
-        level, middle = level | _fields(blocks[:, -20:-16], 1, 1) << 4, 16
+        level, zero_level = level | _unpack_fields(blocks[:, -20:-16], 1, 1) << 4, 16
     level = level.view(torch.int8)
-    return (level, scale, _half(blocks, 2)) if least else (level - middle, scale)
+    return (level, scale, _half(blocks, 2)) if has_minimum else (level - zero_level, scale)
 
 
 def _split_256(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
     """Split Q4_K and Q5_K, eight groups of 32: levels int8 [B, 256], scales and minima float32
     [B, 8]."""
-    scale, least = dequant._k_scales(blocks[:, 4:16])
-    level = _fields(blocks[:, -128:], 4, 32)
+    scale, minimum = dequant._k_scales(blocks[:, 4:16])
+    level = _unpack_fields(blocks[:, -128:], 4, 32)
     if kind == _Q5_K:
-        level = level | _fields(blocks[:, 16:48], 1, 32) << 4
-    return level.view(torch.int8), _half(blocks, 0) * scale, -(_half(blocks, 2) * least)
+        level = level | _unpack_fields(blocks[:, 16:48], 1, 32) << 4
+    return level.view(torch.int8), _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
 
 
 def _split_q6(blocks: torch.Tensor, _: int) -> Sequence[torch.Tensor]:
     """Split Q6_K, sixteen groups of 16: levels int8 [B, 256], scales float32 [B, 16]."""
-    level = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
+    level = _unpack_fields(blocks[:, :128], 4, 64) | _unpack_fields(blocks[:, 128:192], 2, 32) << 4
     scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return level.view(torch.int8) - 32, scale
 
@@ -183,7 +189,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
-def _fields(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+def _unpack_fields(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Unpack uint8 [B, bytes]: for each `width` bytes, the lowest bits of all, then the next."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     apart = torch.unflatten(data, 1, (-1, 1, width)) >> shifts

@@ -15,7 +15,7 @@ from runtime.files.errors import OutriderError
 from .gguf import GgufFile
 
 # Byte-level vocabularies whose texts are split as by GPT-2.
-_GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "a.x-4.0", "trillion"}
+_SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "a.x-4.0", "trillion"}
 # Those that are split in several steps: at digits first, or by DeepSeek's expressions.
 _DIGITS = [
     pre_tokenizers.Digits(individual_digits=True),
@@ -34,7 +34,7 @@ _STEPS = {
 }
 # Those whose texts begin with a BOS token unless a key says otherwise, and which contain words that
 # no merges produce.
-_AS_LLAMA3 = {
+_SPLIT_AS_LLAMA3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",
 }  # fmt: skip
@@ -46,29 +46,29 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
     """Build the file's tokenizer, with its chat template. Raises OutriderError "checkpoint" if its
     pre-tokenizer is unknown."""
     architecture, parts, options = vocabularies.get_gguf_tokenizer(str(file.path))
-    cut = parts.get("pre_tokenizer_type")
-    known = _GPT2_SPLIT | _STEPS.keys() | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
+    pre_tokenizer = parts.get("pre_tokenizer_type")
+    known = _SPLIT_AS_GPT2 | _STEPS.keys() | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
     by_bytes = parts.get("tokenizer_type") == "gpt2"
-    if by_bytes and cut not in known:
+    if by_bytes and pre_tokenizer not in known:
         raise OutriderError(
             "checkpoint",
-            f"{name} has an unknown pre-tokenizer: tokenizer.ggml.pre = {cut!r}",
+            f"{name} has an unknown pre-tokenizer: tokenizer.ggml.pre = {pre_tokenizer!r}",
             "Put the file into a folder with the original's tokenizer.json, and give that folder.",
         )
     if by_bytes:
         backend = _byte_level(architecture, parts)
     else:
         backend, _ = vocabularies.convert_gguf_tokenizer(architecture, parts)
-    if cut in _STEPS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(_STEPS[cut])
-    if cut in _AS_LLAMA3:
+    if pre_tokenizer in _STEPS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(_STEPS[pre_tokenizer])
+    if pre_tokenizer in _SPLIT_AS_LLAMA3:
         backend.model.ignore_merges = True
         options.setdefault("add_bos_token", True)
     if parts.get("tokenizer_type") == "llama":
         backend = _sentencepiece(architecture, backend, parts.get("add_prefix_space", True))
-    made: PreTrainedTokenizerFast
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **options)  # type: ignore[no-untyped-call]
-    return made
+    tokenizer: PreTrainedTokenizerFast
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)  # type: ignore[no-untyped-call]
+    return tokenizer
 
 
 def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
@@ -81,17 +81,17 @@ def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
     matched = {t for t, kind in zip(tokens, kinds, strict=False) if kind in _MATCHED_WHOLE}
     matched |= {tokens[parts[role]] for role in _ROLES if role in parts}  # of any kind
     names = {f"<|token-{i}|>": t for i, t in enumerate(tokens) if t in matched and {*t} - bytes_}
-    stand_ins = {token: name for name, token in names.items()}
-    parts = {**parts, "tokens": [stand_ins.get(token, token) for token in tokens]}
-    said = json.loads(vocabularies.convert_gguf_tokenizer(architecture, parts)[0].to_str())
-    vocabulary = said["model"]["vocab"].items()
-    said["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary}
-    said["added_tokens"] = [
+    placeholders = {token: name for name, token in names.items()}
+    parts = {**parts, "tokens": [placeholders.get(token, token) for token in tokens]}
+    tokenizer = json.loads(vocabularies.convert_gguf_tokenizer(architecture, parts)[0].to_str())
+    vocabulary = tokenizer["model"]["vocab"].items()
+    tokenizer["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary}
+    tokenizer["added_tokens"] = [
         {**token, "content": names.get(token["content"], token["content"])}
-        for token in said["added_tokens"]
+        for token in tokenizer["added_tokens"]
         if token["id"] < len(tokens)
     ]
-    return Tokenizer.from_str(json.dumps(said))
+    return Tokenizer.from_str(json.dumps(tokenizer))
 
 
 def _sentencepiece(architecture: str, backend: Tokenizer, prefix: bool) -> Tokenizer:
@@ -104,7 +104,7 @@ def _sentencepiece(architecture: str, backend: Tokenizer, prefix: bool) -> Token
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     if architecture != "phi3":
         return backend
-    said = json.loads(backend.to_str())
-    for token in said["added_tokens"]:
+    tokenizer = json.loads(backend.to_str())
+    for token in tokenizer["added_tokens"]:
         token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
-    return Tokenizer.from_str(json.dumps(said))
+    return Tokenizer.from_str(json.dumps(tokenizer))

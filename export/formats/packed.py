@@ -15,7 +15,7 @@ from safetensors import safe_open
 from runtime.files.errors import OutriderError, first_line
 
 # Transformers loads with several threads, and unpacking takes several times a tensor's memory.
-_ONE = threading.RLock()
+_LOCK = threading.RLock()
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -35,7 +35,7 @@ class Lazy:
 
     def stored(self) -> Any:
         """The object that returns its rows, in about as many bytes as in the file."""
-        with _ONE:
+        with _LOCK:
             return self.make()
 
     def __getitem__(self, _: object) -> torch.Tensor:
@@ -45,34 +45,34 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Levels:
-    """A matrix level * scale, or level * scale + least; `levels[rows]` dequantises rows.
+    """A matrix level * scale, or level * scale + minimum; `levels[rows]` dequantises rows.
 
-    levels: [N, K], of any type whose values float32 holds. scales, least: float32 [N, G]. group:
+    levels: [N, K], of any type whose values float32 holds. scales, minimum: float32 [N, G]. group:
     the group of each column, int64 [K]; None for G consecutive groups of equal width.
     """
 
     levels: torch.Tensor
     scales: torch.Tensor
-    least: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
     group: torch.Tensor | None = None
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
         """float32 [.., K]. The product of a 9-bit integer and a 16-bit scale is exact."""
-        dense, scales = _widened(self.levels[rows]), self.scales[rows]
+        dense, scales = _to_float32(self.levels[rows]), self.scales[rows]
         if self.group is not None:
             return dense.mul_(scales.index_select(-1, self.group))
         blocks = torch.unflatten(dense, -1, (scales.shape[-1], -1)).mul_(scales[..., None])
-        if self.least is not None:
-            blocks.add_(self.least[rows][..., None])
+        if self.minimum is not None:
+            blocks.add_(self.minimum[rows][..., None])
         return dense
 
 
-def _widened(levels: torch.Tensor) -> torch.Tensor:
+def _to_float32(levels: torch.Tensor) -> torch.Tensor:
     """A copy in float32. torch's own conversion of float8 is four times as slow as a look-up."""
     if levels.dtype != torch.float8_e4m3fn:
         return levels.to(torch.float32, copy=True)
-    which = levels.view(torch.uint8).flatten().int()
-    return _FLOAT8.index_select(0, which).view(levels.shape)
+    codes = levels.view(torch.uint8).flatten().int()
+    return _FLOAT8.index_select(0, codes).view(levels.shape)
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class PackedModule:
 
     def take(self, part: str) -> Lazy:
         """Remove the part from the table and return it. Raises OutriderError if it is missing."""
-        found = self.take_if_there(part)
+        found = self.take_optional(part)
         if found is None:
             raise damaged(self.checkpoint, f"it lacks {self.path}{part}")
         return found
 
-    def take_if_there(self, part: str) -> Lazy | None:
+    def take_optional(self, part: str) -> Lazy | None:
         return self.tensors.pop(self.path + part, None)
 
     def damaged(self, what: str) -> OutriderError:
@@ -164,8 +164,11 @@ class PackedModule:
     def expect(self, part: str, tensor: Lazy, dtypes: set[str], *shape: int) -> None:
         """Raise OutriderError unless the tensor has one of these types and this shape."""
         if tensor.dtype not in dtypes or tensor.shape != shape:
-            has, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{min(dtypes)} {list(shape)}"
-            raise self.damaged(f"{part} is {has} instead of {wanted}")
+            actual, expected = (
+                f"{tensor.dtype} {list(tensor.shape)}",
+                f"{min(dtypes)} {list(shape)}",
+            )
+            raise self.damaged(f"{part} is {actual} instead of {expected}")
 
     def expect_scales(self, part: str, tensor: Lazy, *shape: int) -> None:
         self.expect(part, tensor, _FLOATS, *shape)
@@ -182,15 +185,15 @@ Make = Callable[[PackedModule], Lazy]
 
 
 def read_packed(
-    name: str, folder: Path, kinds: dict[str, Make], but: tuple[str, ...] = ()
+    name: str, folder: Path, kinds: dict[str, Make], ignored: tuple[str, ...] = ()
 ) -> dict[str, Lazy]:
     """As `read_folder`, with each packed weight in place of its parts. kinds: functions that make
-    the weights, by the part that identifies such a module. but: suffixes of the names to ignore."""
+    the weights, by the part that identifies such a module. ignored: suffixes of names."""
     tensors = read_folder(name, folder)
-    for key in [key for key in tensors if key.endswith(but)]:
+    for key in [key for key in tensors if key.endswith(ignored)]:
         del tensors[key]
     for part, make in kinds.items():
-        for module in modules(name, tensors, part):
+        for module in packed_modules(name, tensors, part):
             tensors[module.path + "weight"] = make(module)
     expect_floats(name, tensors)
     return tensors
@@ -219,7 +222,7 @@ def _files(name: str, folder: Path) -> list[Path]:
     return files
 
 
-def modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedModule]:
+def packed_modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedModule]:
     """All modules with this part; the table may change during the iteration."""
     for key in list(tensors):
         path, dot, last = key.rpartition(".")
@@ -243,7 +246,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([data & 15, data >> 4], -1).flatten(-2).view(torch.int8)
 
 
-def quantised(
+def make_levels(
     levels: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None = None,
@@ -254,14 +257,14 @@ def quantised(
     levels: [N, K]. scales, zeros: [N, G]. group: as in `Levels`; omitted if groups are in order.
     """
     width, count = levels.shape[1], scales.shape[1]
-    order = torch.arange(width) // max(1, width // count)
-    if group is not None and width % count == 0 and torch.equal(group, order):
+    in_order = torch.arange(width) // max(1, width // count)
+    if group is not None and width % count == 0 and torch.equal(group, in_order):
         group = None
     if zeros is not None:
         floats = levels.is_floating_point() or zeros.is_floating_point()
         wide = torch.float32 if floats else torch.int16
         levels = levels.to(wide, copy=True)
-        levels -= zeros.to(wide)[:, order if group is None else group]
+        levels -= zeros.to(wide)[:, in_order if group is None else group]
     if levels.dtype == torch.int16 and levels.numel():
         low, high = levels.aminmax()
         levels = levels.to(torch.int8) if low >= -128 and high <= 127 else levels

@@ -26,12 +26,12 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(
+    parser = CommandParser(
         prog="python -m export.functions",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("--graph", type=Path, required=True, metavar="DIR",
         help="folder of a target's graph.onnx, as written by python -m export")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="output folder, a new one")
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="fixed number of cache rows, required by TensorRT (default: dynamic)")  # fmt: skip
     add("--vocab-size", type=int, metavar="V",
         help="number of tokens, if fewer than logits (default: the number of logits)")  # fmt: skip
-    return made
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,14 +80,14 @@ def _main(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace) -> None:
     import onnx_ir as ir  # late: it imports torch, which --help should not wait for
 
-    from .verify import ALL, append_verify
+    from .verify import ALL_TOKENS, append_verify
 
     try:
         model = ir.load(args.graph / GRAPH_FILE)
     except Exception as error:  # noqa: BLE001 - protobuf's own class, not a dependency of ours
         cause = f"{args.graph / GRAPH_FILE} is not an ONNX file ({first_line(error)})"
         raise OutriderError("option", cause, "Export it again.") from None
-    append_verify(model, args.vocab_size or ALL)
+    append_verify(model, args.vocab_size or ALL_TOKENS)
     if args.rows:
         for value in (*model.graph.inputs, *model.graph.outputs):
             if value.name and value.name.startswith(("key_", "value_")):

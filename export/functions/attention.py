@@ -9,7 +9,7 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-from .own import DOMAIN, HEADER, add
+from .own import DOMAIN, HEADER, add_functions
 
 # From query [B, H, N, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], mask bool [B, 1, N, S] and
 # sinks [H] to out [B, H, N, Dv]. Queries are grouped by key head, so that no key is copied. lowest:
@@ -72,7 +72,7 @@ _NO_SINKS = """
 """
 
 
-def symbol(
+def attention_node(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -84,7 +84,7 @@ def symbol(
     """The node of this attention, during an export."""
     lowest = torch.finfo(query.dtype).min
     return torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{_name(bool(softcap), sinks is not None)}",
+        f"{DOMAIN}::{_variant_name(bool(softcap), sinks is not None)}",
         [query, key, value, mask, *([] if sinks is None else [sinks])],
         {"scale": float(scale), "lowest": lowest, **({"softcap": softcap} if softcap else {})},
         dtype=query.dtype,
@@ -100,14 +100,16 @@ def is_own(node: ir.Node) -> bool:
 
 def define(model: ir.Model) -> None:
     """Add the functions that the graph's nodes call."""
-    add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
+    add_functions(
+        model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)}))
+    )
 
 
-def _name(softcap: bool, sinks: bool) -> str:
+def _variant_name(softcap: bool, sinks: bool) -> str:
     return ("Capped" * softcap + "Sink" * sinks or "Uneven") + "Attention"
 
 
-_VARIANTS = {_name(*has): has for has in product((False, True), repeat=2)}
+_VARIANTS = {_variant_name(*has): has for has in product((False, True), repeat=2)}
 
 
 def _function(name: str) -> onnx.FunctionProto:

@@ -12,7 +12,7 @@ OPSET = 24  # ONNX's, for graphs and for the bodies of the functions
 HEADER = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}]>'  # of functions that call none of ours
 
 
-def add(model: ir.Model, functions: Iterable[onnx.FunctionProto]) -> None:
+def add_functions(model: ir.Model, functions: Iterable[onnx.FunctionProto]) -> None:
     for proto in functions:
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function

@@ -13,7 +13,7 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-from .own import DOMAIN, HEADER, add
+from .own import DOMAIN, HEADER, add_functions
 
 CONVOLUTION, RECURRENCE, DELTA = "RingConvolution", "RingRecurrence", "RingDeltaRule"
 
@@ -160,7 +160,7 @@ def convolve(
     number of rows that may be rolled back. position: int64 [B], of the first token.
     """
     if torch.onnx.is_in_onnx_export():
-        y, after = torch.onnx.ops.symbolic_multi_out(
+        y, new_slot = torch.onnx.ops.symbolic_multi_out(
             f"{DOMAIN}::{CONVOLUTION}",
             [x, weight, bias, slot, position],
             {"channels": x.shape[1]},
@@ -168,14 +168,14 @@ def convolve(
             shapes=[x.shape, slot.shape],
             version=1,
         )
-        return y, after
+        return y, new_slot
     taps, rows = weight.shape[1], slot.shape[2]
     index = position[:, None] + torch.arange(1 - taps, 0)
     batch = torch.arange(len(x))[:, None]
     before = slot[batch, 0, index % rows] * (index >= 0)[..., None]
     read = torch.cat([before.transpose(1, 2), x], dim=2)
     y = torch.nn.functional.conv1d(read, weight[:, None], bias, groups=len(weight))
-    return y, _written(slot, x.transpose(1, 2)[:, None], position)
+    return y, _write_to_ring(slot, x.transpose(1, 2)[:, None], position)
 
 
 def recur(
@@ -192,38 +192,38 @@ def recur(
     """
     if torch.onnx.is_in_onnx_export():
         more = [] if beta is None else [beta]
-        y, after = torch.onnx.ops.symbolic_multi_out(
+        y, new_slot = torch.onnx.ops.symbolic_multi_out(
             f"{DOMAIN}::{RECURRENCE if beta is None else DELTA}",
             [query, key, value, decay, *more, slot, position],
             dtypes=[value.dtype, slot.dtype],
             shapes=[value.shape, slot.shape],
             version=1,
         )
-        return y, after
+        return y, new_slot
     (batch, tokens, heads, width), (groups, keys) = value.shape, query.shape[2:]
     before = slot[torch.arange(batch), :, (position - 1) % slot.shape[2]]
     state = before.reshape(batch, heads, keys, width) * (position > 0)[:, None, None, None]
-    several = heads // groups
-    query, key = (x.repeat_interleave(several, dim=2)[..., None] for x in (query, key))
-    said, states = [], []
+    heads_per_group = heads // groups
+    query, key = (x.repeat_interleave(heads_per_group, dim=2)[..., None] for x in (query, key))
+    outputs, states = [], []
     for t in range(tokens):
         state = state * decay[:, t].exp()[..., None]
-        news = value[:, t]
+        update = value[:, t]
         if beta is not None:
-            news = (news - (state * key[:, t]).sum(2)) * beta[:, t, :, None]
-        state = state + key[:, t] * news[:, :, None]
-        said.append((state * query[:, t]).sum(2))
+            update = (update - (state * key[:, t]).sum(2)) * beta[:, t, :, None]
+        state = state + key[:, t] * update[:, :, None]
+        outputs.append((state * query[:, t]).sum(2))
         states.append(state.reshape(batch, heads, -1))
-    return torch.stack(said, 1), _written(slot, torch.stack(states, 2), position)
+    return torch.stack(outputs, 1), _write_to_ring(slot, torch.stack(states, 2), position)
 
 
-def _written(slot: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def _write_to_ring(slot: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """A copy of the slot [B, A, R, D] with the last R of the N rows [B, A, N, D] written to it."""
     room, count = slot.shape[2], rows.shape[2]
-    kept = torch.arange(max(0, count - room), count)
+    kept_rows = torch.arange(max(0, count - room), count)
     batch = torch.arange(len(slot))[:, None]
     slot = slot.clone()
-    slot[batch, :, (position[:, None] + kept) % room] = rows[:, :, kept].transpose(1, 2)
+    slot[batch, :, (position[:, None] + kept_rows) % room] = rows[:, :, kept_rows].transpose(1, 2)
     return slot
 
 
@@ -234,7 +234,9 @@ def is_own(node: ir.Node) -> bool:
 
 def define(model: ir.Model) -> None:
     """Add the functions that the graph's nodes call."""
-    add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
+    add_functions(
+        model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)}))
+    )
 
 
 def _function(name: str) -> onnx.FunctionProto:

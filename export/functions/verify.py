@@ -18,10 +18,10 @@ import onnx_ir as ir
 from runtime.files.errors import OutriderError
 
 from ..weights.operators import initializer
-from .own import DOMAIN, add
+from .own import DOMAIN, add_functions
 from .sampling import functions
 
-ALL = 2**31 - 1  # vocab_size: as many tokens as there are logits
+ALL_TOKENS = 2**31 - 1  # vocab_size: as many tokens as there are logits
 
 
 def append_verify(model: ir.Model, vocab_size: int) -> None:
@@ -36,40 +36,42 @@ def append_verify(model: ir.Model, vocab_size: int) -> None:
     vocab_size, or already contains the node.
     """
     graph = model.graph
-    ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    graph_values = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     for name in ("input_ids", "position", "logits"):
-        if name not in ends:
+        if name not in graph_values:
             raise OutriderError(
                 "option", f"the graph has no {name}", "Give a graph that python -m export wrote."
             )
-    logits = ends["logits"]
+    logits = graph_values["logits"]
     assert logits.shape is not None
     width = logits.shape[-1]
-    if vocab_size != ALL and isinstance(width, int) and vocab_size > width:
+    if vocab_size != ALL_TOKENS and isinstance(width, int) and vocab_size > width:
         raise OutriderError(
             "option", f"vocab_size {vocab_size} exceeds the {width} logits", "Leave it out."
         )
-    if "accepted" in ends:
+    if "accepted" in graph_values:
         raise OutriderError("option", "the graph already has the Verify node", "Use it as it is.")
-    assert ends["position"].shape is not None
-    slots = ends["position"].shape[0]
+    assert graph_values["position"].shape is not None
+    slots = graph_values["position"].shape[0]
 
     def value(name: str, dtype: ir.DataType, *shape: int | ir.SymbolicDim | str) -> ir.Value:
         return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([slots, *shape]))
 
     assert logits.dtype is not None
-    given = {
+    new_inputs = {
         "draft_logits": value("draft_logits", logits.dtype, "drafts", "draft_vocabulary"),
         "seed": value("seed", ir.DataType.INT64),
         "gamma": value("gamma", ir.DataType.INT64),
         "temperature": value("temperature", ir.DataType.FLOAT),
         "lenience": value("lenience", ir.DataType.FLOAT),
     }
-    tensors = {n: ir.tensor(np.array([n]), name=f"outrider_{n}") for n in (1, ALL)}
+    tensors = {n: ir.tensor(np.array([n]), name=f"outrider_{n}") for n in (1, ALL_TOKENS)}
     numbers = {n: initializer(model, tensor) for n, tensor in tensors.items()}
-    drafts = ir.node("Slice", [ends["input_ids"], numbers[1], numbers[ALL], numbers[1]])
-    start = ir.node("Add", [ends["position"], numbers[1]])
-    verdict = [
+    drafts = ir.node(
+        "Slice", [graph_values["input_ids"], numbers[1], numbers[ALL_TOKENS], numbers[1]]
+    )
+    start = ir.node("Add", [graph_values["position"], numbers[1]])
+    new_outputs = [
         value("accepted", ir.DataType.INT32),
         value("token", ir.DataType.INT64),
         value("status", ir.DataType.INT32),
@@ -77,8 +79,9 @@ def append_verify(model: ir.Model, vocab_size: int) -> None:
     verify = ir.node(
         "Verify",
         [
-            logits, given["draft_logits"], drafts.outputs[0], given["seed"], start.outputs[0],
-            given["gamma"], given["temperature"], given["lenience"],
+            logits, new_inputs["draft_logits"], drafts.outputs[0], new_inputs["seed"],
+            start.outputs[0], new_inputs["gamma"], new_inputs["temperature"],
+            new_inputs["lenience"],
         ],
         attributes={
             # On the node, not only as defaults: TensorRT's parser looks for them here.
@@ -86,10 +89,10 @@ def append_verify(model: ir.Model, vocab_size: int) -> None:
             "vocab_size": vocab_size,
         },
         domain=DOMAIN,
-        outputs=verdict,
+        outputs=new_outputs,
         name="outrider_verify",
     )  # fmt: skip
-    graph.inputs.extend(given.values())
+    graph.inputs.extend(new_inputs.values())
     graph.extend([drafts, start, verify])
-    graph.outputs.extend(verdict)
-    add(model, functions())
+    graph.outputs.extend(new_outputs)
+    add_functions(model, functions())

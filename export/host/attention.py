@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..functions.attention import is_own
-from ..weights.operators import made_by, turns
+from ..weights.operators import find_producer, is_transpose
 
-_SWAPPED = (0, 2, 1, 3)  # between [B, N, H, D] and [B, H, N, D]
+_SWAPPED_AXES = (0, 2, 1, 3)  # between [B, N, H, D] and [B, H, N, D]
 
 
 class NotLowered(Exception):
@@ -30,7 +30,7 @@ class SourceLayer:
     """Attention to the source, whose keys and values are inputs of the graph, [B, H, E, D]."""
 
     node: ir.Node
-    end: ir.Value  # [B, N, H D] or [B N, H D]
+    output: ir.Value  # [B, N, H D] or [B N, H D]
     query: ir.Value  # [B, N, H, D] or [B, N, H D]
     mask: ir.Value | None  # bool, or added to the scores; None: no row is masked
     heads: int
@@ -47,7 +47,7 @@ class Layer(SourceLayer):
     key: ir.Value
     value: ir.Value
     rotary: Rotary | None
-    writes: tuple[ir.Node, ir.Node]  # which write keys and values to their caches
+    cache_writes: tuple[ir.Node, ir.Node]  # which write keys and values to their caches
 
 
 def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
@@ -64,48 +64,50 @@ def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
 
 
 def _layer(model: ir.Model, node: ir.Node) -> Layer:
-    end = _end(node)
+    output = _attention_output(node)
     query, key_cache, value_cache = node.inputs[:3]
-    mask, sinks = _more(node)
-    new_keys, new_values = (made_by(cache, "TensorScatter") for cache in (key_cache, value_cache))
+    mask, sinks = _mask_and_sinks(node)
+    new_keys, new_values = (
+        find_producer(cache, "TensorScatter") for cache in (key_cache, value_cache)
+    )
     if new_keys is None or new_values is None:
         raise NotLowered("its attention is not fed by TensorScatter")
-    given = query, new_keys.inputs[1], new_values.inputs[1]
-    found = [_rows(model, each) for each in given]
+    transposed_inputs = query, new_keys.inputs[1], new_values.inputs[1]
+    found = [_untransposed_rows(model, each) for each in transposed_inputs]
     rotary = found[0][1] if found[0] and found[1] and found[0][1] == found[1][1] else None
     # If the rotation has another form, it stays, and its results are transposed back.
     query, key, value = (
-        rows[0] if rows and rows[1] == wanted else _turned(model, each)
-        for rows, wanted, each in zip(found, (rotary, rotary, None), given, strict=True)
+        rows[0] if rows and rows[1] == wanted else _transposed(model, each)
+        for rows, wanted, each in zip(found, (rotary, rotary, None), transposed_inputs, strict=True)
     )
     if mask is None:
         raise NotLowered("its attention has no mask")
     return Layer(
-        node, end, query, mask, size(node.inputs[0], 1), size(key_cache, 1), sinks,
+        node, output, query, mask, size(node.inputs[0], 1), size(key_cache, 1), sinks,
         node.attributes.get_float("softcap", 0), key, value, rotary, (new_keys, new_values),
     )  # fmt: skip
 
 
 def _source_layer(model: ir.Model, node: ir.Node) -> SourceLayer:
-    end, rows = _end(node), _rows(model, node.inputs[0])
+    output, rows = _attention_output(node), _untransposed_rows(model, node.inputs[0])
     if rows is None or rows[1] is not None:
         raise NotLowered("its queries to the source are not transposed as expected")
-    mask, sinks = _more(node)
+    mask, sinks = _mask_and_sinks(node)
     heads, key_heads = (size(value, 1) for value in node.inputs[:2])
     cap = node.attributes.get_float("softcap", 0)
-    return SourceLayer(node, end, rows[0], mask, heads, key_heads, sinks, cap)
+    return SourceLayer(node, output, rows[0], mask, heads, key_heads, sinks, cap)
 
 
-def _more(node: ir.Node) -> tuple[ir.Value | None, ...]:
+def _mask_and_sinks(node: ir.Node) -> tuple[ir.Value | None, ...]:
     """The mask and the sinks, if any."""
     return (*node.inputs[3:], None, None)[:2]
 
 
-def _end(node: ir.Node) -> ir.Value:
+def _attention_output(node: ir.Node) -> ir.Value:
     if not is_own(node) and set(node.attributes) != {"scale"}:
         raise NotLowered("its Attention operator has other attributes than scale")
     swap = _only_use(node.outputs[0], "Transpose")
-    if not turns(swap, *_SWAPPED):
+    if not is_transpose(swap, *_SWAPPED_AXES):
         raise NotLowered("the output of its attention is not transposed back")
     return _only_use(swap.outputs[0], "Reshape").outputs[0]
 
@@ -124,7 +126,9 @@ def size(value: ir.Value | None, axis: int) -> int:
     return found
 
 
-def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | None] | None:
+def _untransposed_rows(
+    model: ir.Model, value: ir.Value | None
+) -> tuple[ir.Value, Rotary | None] | None:
     """For a value that is transposed to [B, H, N, D], and possibly normalised and rotated: the
     value as [B, N, H, D], normalised but not rotated, and the rotation. None for other values."""
     rotary = norm = None
@@ -138,15 +142,15 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
     if node is not None and node.op_type == "RMSNormalization" and _dimensions(node.inputs[1]) == 1:
         norm, before = node, node.inputs[0]
         node = before.producer() if before is not None else None
-    if node is None or not turns(node, *_SWAPPED):
+    if node is None or not is_transpose(node, *_SWAPPED_AXES):
         return None
     source = node.inputs[0]
     assert source is not None
     if norm is not None:
-        again = ir.node("RMSNormalization", [source, *norm.inputs[1:]], norm.attributes)
-        again.outputs[0].shape, again.outputs[0].type = source.shape, norm.outputs[0].type
-        model.graph.append(again)
-        source = again.outputs[0]
+        moved_norm = ir.node("RMSNormalization", [source, *norm.inputs[1:]], norm.attributes)
+        moved_norm.outputs[0].shape, moved_norm.outputs[0].type = source.shape, norm.outputs[0].type
+        model.graph.append(moved_norm)
+        source = moved_norm.outputs[0]
     return source, rotary
 
 
@@ -154,8 +158,8 @@ def _dimensions(value: ir.Value | None) -> int:
     return len(value.shape) if value is not None and value.shape is not None else 0
 
 
-def _turned(model: ir.Model, value: ir.Value | None) -> ir.Value:
+def _transposed(model: ir.Model, value: ir.Value | None) -> ir.Value:
     """Transpose [B, H, N, D] to [B, N, H, D]."""
-    swap = ir.node("Transpose", [value], {"perm": _SWAPPED})
+    swap = ir.node("Transpose", [value], {"perm": _SWAPPED_AXES})
     model.graph.append(swap)
     return swap.outputs[0]

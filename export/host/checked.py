@@ -35,7 +35,7 @@ def write_checked(
         nodes = lowering.write(folder, capacity)
         result = check(exact)
         if not result.passed:
-            raise NotLowered(f"it would differ by {result.told()}")
+            raise NotLowered(f"it would differ by {result.describe()}")
         if cache:
             lowering.write(folder, capacity, cache)
     except Exception as error:  # noqa: BLE001 - any error is reported
@@ -50,12 +50,12 @@ def write_checked(
             ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    what = "8-bit activations change a logit by" if rounded is not None else "largest difference"
-    said = f"{nodes:,} nodes, {what} {result.told()}"
+    measure = "8-bit activations change a logit by" if rounded is not None else "largest difference"
+    summary = f"{nodes:,} nodes, {measure} {result.describe()}"
     if cache:
         rows = check(cache=cache)
         if not rows.passed:
-            cause = f"{cache} cache rows change a logit by {rows.told()}"
+            cause = f"{cache} cache rows change a logit by {rows.describe()}"
             raise OutriderError("difference", cause, "Build without CACHE.")
-        said += f", with {cache} cache rows {rows.told()}"
-    return said
+        summary += f", with {cache} cache rows {rows.describe()}"
+    return summary

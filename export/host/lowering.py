@@ -28,10 +28,17 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
 from ..functions import recurrence
 from ..graph import write_model
-from ..weights.operators import OWN_DOMAIN, constant, made_by, own_operators, put, turns
+from ..weights.operators import (
+    OWN_DOMAIN,
+    constant,
+    find_producer,
+    is_transpose,
+    replace_value,
+    use_own_operators,
+)
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
-from .experts import ask_the_chosen
-from .observing import Observed, observe, see_all_rows
+from .experts import compute_only_chosen
+from .observing import Observed, check_source_masks, observe
 
 DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
@@ -44,16 +51,16 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
     gets its own weights file. Raises NotLowered.
     """
     model = ir.load(folder / GRAPH_FILE)
-    quantised = own_operators(model)
-    ask_the_chosen(model)
+    quantised = use_own_operators(model)
+    compute_only_chosen(model)
     try:
-        layers, of_source = layers_of(model)
+        layers, source_layers = layers_of(model)
         observed = observe(folder, layers, capacity)
-        see_all_rows(folder, of_source)
+        check_source_masks(folder, source_layers)
         for layer in layers:
-            _replace(model, layer, observed, cache)
-        for source_layer in of_source:
-            _replace_of_source(model, source_layer)
+            _replace_attention(model, layer, observed, cache)
+        for source_layer in source_layers:
+            _replace_source_attention(model, source_layer)
         _replace_recurrent(model)
     except NotLowered:
         if cache or not quantised:
@@ -77,20 +84,22 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
 def _rewrite_encoder(folder: Path) -> None:
     """Rewrite the encoder to use our products, in place, as no other backend reads it."""
     model = ir.load(folder / ENCODER_FILE)
-    own_operators(model)
+    use_own_operators(model)
     RemoveUnusedNodesPass()(model)
     model.graph.opset_imports[OWN_DOMAIN] = 1
-    with TemporaryDirectory(dir=folder) as aside:
-        made = Path(aside) / ENCODER_FILE
-        write_model(model, made, ENCODER_WEIGHTS_FILE)
+    with TemporaryDirectory(dir=folder) as temporary:
+        rewritten = Path(temporary) / ENCODER_FILE
+        write_model(model, rewritten, ENCODER_WEIGHTS_FILE)
         for name in (ENCODER_WEIGHTS_FILE, ENCODER_FILE):
-            made.with_name(name).replace(folder / name)
+            rewritten.with_name(name).replace(folder / name)
 
 
 # The new nodes
 
 
-def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | None) -> None:
+def _replace_attention(
+    model: ir.Model, layer: Layer, observed: Observed, cache: Cache | None
+) -> None:
     rotary, mask = layer.rotary, str(layer.mask.name)
     tables = [(value, observed.tables) for value in ((rotary.cos, rotary.sin) if rotary else ())]
     inputs: list[ir.Value | None] = [
@@ -101,16 +110,16 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
     inputs.append(None if bias is None else constant(model, f"host.{mask}", bias))
     # If another layer has written these rows already, its outputs, which replaced the writes, are
     # read.
-    reads = layer.node.inputs[1] is not layer.writes[0].outputs[0]
-    caches = layer.node.inputs[1:3] if reads else [write.inputs[0] for write in layer.writes]
+    reads = layer.node.inputs[1] is not layer.cache_writes[0].outputs[0]
+    caches = layer.node.inputs[1:3] if reads else [write.inputs[0] for write in layer.cache_writes]
     node = ir.node(
         "QuantizedCacheAttention" if cache else "Attention",
         [
-            *([_flat(model, layer.query), None, None] if reads else _together(model, layer)),
+            *([_flatten(model, layer.query), None, None] if reads else _qkv(model, layer)),
             *caches,
-            _input(model, "position"),
+            _graph_input(model, "position"),
             *inputs,
-            *_scores(model, layer),
+            *_score_inputs(model, layer),
         ],
         {
             **_attributes(layer),
@@ -121,11 +130,11 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
         num_outputs=1 if reads else 3,
     )
     model.graph.append(node)
-    _end_in(model, layer, node)
+    _replace_output(model, layer, node)
     if reads:
         return
-    for write, new in zip(layer.writes, node.outputs[1:], strict=True):
-        put(write.outputs[0], new)
+    for write, new in zip(layer.cache_writes, node.outputs[1:], strict=True):
+        replace_value(write.outputs[0], new)
     for rows in (*caches, *node.outputs[1:]) if cache else ():
         assert rows is not None and rows.shape is not None
         *sizes, _ = rows.shape
@@ -133,13 +142,17 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
         rows.shape = ir.Shape([*sizes, size(rows, 3) + SCALE_BYTES])
 
 
-def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
-    inputs = [_flat(model, layer.query), *layer.node.inputs[1:3], _input(model, "source_length")]
-    inputs += _scores(model, layer)
+def _replace_source_attention(model: ir.Model, layer: SourceLayer) -> None:
+    inputs = [
+        _flatten(model, layer.query),
+        *layer.node.inputs[1:3],
+        _graph_input(model, "source_length"),
+    ]
+    inputs += _score_inputs(model, layer)
     attributes = {**_attributes(layer), "window": 0, "interleaved": 0}
     node = ir.node("SourceAttention", inputs, attributes, domain=OWN_DOMAIN)
     model.graph.append(node)
-    _end_in(model, layer, node)
+    _replace_output(model, layer, node)
 
 
 def _replace_recurrent(model: ir.Model) -> None:
@@ -152,21 +165,21 @@ def _replace_recurrent(model: ir.Model) -> None:
         own = ir.node(kind, inputs, domain=OWN_DOMAIN, num_outputs=2)
         model.graph.append(own)
         for old, new in zip(node.outputs, own.outputs, strict=True):
-            put(old, new)
+            replace_value(old, new)
 
 
-def _end_in(model: ir.Model, layer: SourceLayer, node: ir.Node) -> None:
+def _replace_output(model: ir.Model, layer: SourceLayer, node: ir.Node) -> None:
     """Replace the layer's result by that of the node, [B, N, H D]."""
-    result, shape = node.outputs[0], layer.end.shape
+    result, shape = node.outputs[0], layer.output.shape
     if shape is not None and len(shape) == 2:  # Gemm accepts only two dimensions
         rows = constant(model, "host.rows", np.array([-1, shape[1]], np.int64))
         flat = ir.node("Reshape", [result, rows])
         model.graph.append(flat)
         result = flat.outputs[0]
-    put(layer.end, result)
+    replace_value(layer.output, result)
 
 
-def _scores(model: ir.Model, layer: SourceLayer) -> list[ir.Value | None]:
+def _score_inputs(model: ir.Model, layer: SourceLayer) -> list[ir.Value | None]:
     """The operator's inputs for sinks and soft cap."""
     cap = np.array([layer.softcap], np.float32)
     return [layer.sinks, constant(model, f"host.softcap.{cap[0]}", cap) if cap else None]
@@ -180,13 +193,13 @@ def _attributes(layer: SourceLayer) -> dict[str, Any]:
     }
 
 
-def _input(model: ir.Model, name: str) -> ir.Value:
+def _graph_input(model: ir.Model, name: str) -> ir.Value:
     return next(value for value in model.graph.inputs if value.name == name)
 
 
-def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
+def _qkv(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
     """Queries, keys and values; a single packed value if one product computes all of them."""
-    parts = [_flat(model, value) for value in (layer.query, layer.key, layer.value)]
+    parts = [_flatten(model, value) for value in (layer.query, layer.key, layer.value)]
     splits = {part.producer() for part in parts}
     split = splits.pop()
     if not splits and split is not None and list(split.outputs) == parts:
@@ -194,7 +207,7 @@ def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
     return [*parts]
 
 
-def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
+def _flatten(model: ir.Model, value: ir.Value) -> ir.Value:
     """[B, N, H, D] as [B, N, H D]: the input of a preceding Reshape, or the value reshaped."""
     node = value.producer()
     before = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
@@ -210,7 +223,7 @@ def _fuse_sums(model: ir.Model) -> None:
     """Fuse a sum and its norm into one node, which outputs both."""
     for norm in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         x, scale = norm.inputs[:2]
-        add = made_by(x, "Add")
+        add = find_producer(x, "Add")
         if add is None or any(_is_weight(value) for value in add.inputs):
             continue
         epsilon = norm.attributes.get_float("epsilon", 1e-5)
@@ -220,7 +233,7 @@ def _fuse_sums(model: ir.Model) -> None:
         )  # fmt: skip
         model.graph.append(fused)
         for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
-            put(old, new)
+            replace_value(old, new)
         model.graph.remove([norm, add], safe=True)
 
 
@@ -230,12 +243,12 @@ def _fuse_transposed(model: ir.Model) -> None:
     matrix (docs/LOG.md)."""
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         x, right = product.inputs
-        turned = made_by(right, "Transpose")
-        if turned is None or not turns(turned, 1, 0) or not _is_weight(turned.inputs[0]):
+        turned = find_producer(right, "Transpose")
+        if turned is None or not is_transpose(turned, 1, 0) or not _is_weight(turned.inputs[0]):
             continue
         fused = ir.node("FusedMatMul", [x, turned.inputs[0]], {"transB": 1}, domain=DOMAIN)
         model.graph.append(fused)
-        put(product.outputs[0], fused.outputs[0])
+        replace_value(product.outputs[0], fused.outputs[0])
         model.graph.remove(product, safe=True)
 
 

@@ -18,10 +18,11 @@ from runtime.files.manifest import GRAPH_FILE
 from .attention import Layer, NotLowered, SourceLayer, size
 
 Floats = npt.NDArray[np.float32]
-SEEN = 16  # queries at each end of a slot whose masks are examined
+EXAMINED_QUERIES = 16  # queries at each end of a slot whose masks are examined
 # A key is masked if a value below this is added to its score.
-UNSEEN = float(np.finfo(np.float32).min) / 2
-AHEAD = 64  # OUTRIDER_ATTENTION_KEYS: padding of a bias for keys after the query, which are masked
+MASKED_BELOW = float(np.finfo(np.float32).min) / 2
+# OUTRIDER_ATTENTION_KEYS: padding of a bias for keys after the query, which are masked.
+BIAS_PADDING = 64
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Observed:
     """By the names of values in graph.onnx, as value objects belong to one graph only.
 
     tables: rotary tables, [capacity, D / 2]. windows: of each mask, 0 if it is purely causal.
-    biases: of masks that are added to scores, [H, capacity + AHEAD], farthest key first.
+    biases: of masks that are added to scores, [H, capacity + BIAS_PADDING], farthest key first.
     """
 
     tables: dict[str, Floats]
@@ -41,9 +42,11 @@ def observe(folder: Path, layers: Sequence[Layer], capacity: int) -> Observed:
     """Run the parts of graph.onnx that compute these. Raises NotLowered."""
     rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
     angles = _names(value for rotary in rotaries for value in (rotary.cos, rotary.sin))
-    turned = _run_part(folder, angles, positions=(0,), tokens=capacity, rows=1)
-    tables = {name: np.ascontiguousarray(a.reshape(capacity, -1)) for name, a in turned.items()}
-    tokens = min(capacity, SEEN)
+    angle_values = _run_part(folder, angles, positions=(0,), tokens=capacity, rows=1)
+    tables = {
+        name: np.ascontiguousarray(a.reshape(capacity, -1)) for name, a in angle_values.items()
+    }
+    tokens = min(capacity, EXAMINED_QUERIES)
     ends = 0, capacity - tokens
     queries = np.concatenate([np.arange(first, first + tokens) for first in ends])
     masks = _names(layer.mask for layer in layers)
@@ -53,23 +56,23 @@ def observe(folder: Path, layers: Sequence[Layer], capacity: int) -> Observed:
     ).items():
         # [P, 1, H or 1, N, S] to [H, P N, S]
         scores = mask[:, 0].swapaxes(0, 1).reshape(-1, len(queries), capacity)
-        seen = scores if scores.dtype == bool else scores > UNSEEN
-        windows[name] = window_of(seen[0], queries)
+        visible = scores if scores.dtype == bool else scores > MASKED_BELOW
+        windows[name] = window_of(visible[0], queries)
         if scores.dtype != bool:
             biases[name] = bias_of(scores, queries)
     return Observed(tables, windows, biases)
 
 
-def see_all_rows(folder: Path, layers: Sequence[SourceLayer]) -> None:
+def check_source_masks(folder: Path, layers: Sequence[SourceLayer]) -> None:
     """Raise NotLowered unless each query sees exactly the rows of its source, without a bias."""
     masks = _names(layer.mask for layer in layers if layer.mask is not None)
     rows, length = 7, 5
     for mask in _run_part(
         folder, masks, positions=(0, 2), tokens=3, rows=rows, length=length
     ).values():
-        seen = mask if mask.dtype == bool else mask > UNSEEN
-        alike = mask.dtype == bool or not mask[seen].any()
-        if not alike or (seen != (np.arange(rows) < length)).any():
+        visible = mask if mask.dtype == bool else mask > MASKED_BELOW
+        has_no_bias = mask.dtype == bool or not mask[visible].any()
+        if not has_no_bias or (visible != (np.arange(rows) < length)).any():
             raise NotLowered("its mask of the source does not cover exactly the source's rows")
 
 
@@ -78,18 +81,18 @@ def window_of(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> in
     query sees w rows, its own included. Raises NotLowered for other masks."""
     ages = np.subtract.outer(queries, np.arange(mask.shape[1]))
     window = int(mask[-1].sum())
-    for width, found in ((mask.shape[1], 0), (window, window)):
+    for width, result in ((mask.shape[1], 0), (window, window)):
         if np.array_equal(mask, (ages >= 0) & (ages < width)):
-            return found
+            return result
     raise NotLowered("its mask is neither causal nor a sliding window")
 
 
 def bias_of(scores: Floats, queries: npt.NDArray[np.int64]) -> Floats:
-    """The bias by distance, [H, S + AHEAD], from what is added to scores [H, T, S] for the queries
-    [T] at these rows, the last of which is the last row. Raises NotLowered if it does not depend on
-    the distance alone."""
+    """The bias by distance, [H, S + BIAS_PADDING], from what is added to scores [H, T, S] for the
+    queries [T] at these rows, the last of which is the last row. Raises NotLowered if it does not
+    depend on the distance alone."""
     rows = np.arange(scores.shape[2])
-    table = np.pad(scores[:, -1], ((0, 0), (0, AHEAD)))
+    table = np.pad(scores[:, -1], ((0, 0), (0, BIAS_PADDING)))
     for row, found in zip(queries, scores.swapaxes(0, 1), strict=True):
         behind = rows[: row + 1]
         if not np.array_equal(found[:, behind], table[:, len(rows) - 1 + behind - row]):
@@ -118,8 +121,8 @@ def _run_part(
     if not names:
         return {}
     model = ir.load(folder / GRAPH_FILE)
-    made = {value.name: value for node in model.graph for value in node.outputs}
-    model.graph.outputs[:] = [made[name] for name in names]
+    values_by_name = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs[:] = [values_by_name[name] for name in names]
     RemoveUnusedNodesPass()(model)
     model.graph.inputs[:] = used = [value for value in model.graph.inputs if value.uses()]
 
@@ -130,8 +133,8 @@ def _run_part(
             return np.full(1, position if value.name == "position" else length)
         # A cache, of which only the number of rows matters.
         assert value.shape is not None
-        own = value.shape[2] if isinstance(value.shape[2], int) else rows
-        return np.zeros((1, size(value, 1), own, size(value, 3)), np.float32)
+        own_rows = value.shape[2] if isinstance(value.shape[2], int) else rows
+        return np.zeros((1, size(value, 1), own_rows, size(value, 3)), np.float32)
 
     file = folder / "part.onnx"
     ir.save(model, file)

@@ -21,15 +21,15 @@ import torch
 Bits = Literal[4, 8]
 Rows = Literal["int8", "fp8"]  # type of the levels of a matrix with one scale per row
 FLOAT8: np.dtype[Any] = ir.DataType.FLOAT8E4M3FN.numpy()
-_MOST: dict[Rows, float] = {"int8": 127.0, "fp8": 448.0}
+_MAX_LEVEL: dict[Rows, float] = {"int8": 127.0, "fp8": 448.0}
 BLOCK = 32
 # Lowest and highest level. The 8-bit level -128 occurs only in checkpoints quantised elsewhere.
 RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-128, 127)}
-_LARGEST = 65504.0  # of float16
-OUT_OF_REACH = "a weight is NaN, infinite or too large for a float16 scale"
+_FLOAT16_MAX = 65504.0
+UNQUANTISABLE = "a weight is NaN, infinite or too large for a float16 scale"
 SLICE = 1 << 16  # numbers at a time: temporary results stay in a core's cache
-AT_ONCE = 1 << 22  # numbers at a time where larger pieces are faster
-_SAMPLE = 256  # blocks that show whether a search is worthwhile, and which peaks are likely
+LARGE_SLICE = 1 << 22  # numbers at a time where larger pieces are faster
+_SAMPLE_BLOCKS = 256  # blocks that show whether a search is worthwhile, and which peaks are likely
 Floats = npt.NDArray[np.float32]
 
 
@@ -50,31 +50,31 @@ class Quantised:
     def dense(self) -> npt.NDArray[np.float32]:
         """The matrix [N, K], bitwise equal to the one that a dequantised product multiplies by."""
         columns = self.levels.shape[1]
-        width = sharing(columns, self.scales.shape[1])
+        width = scale_width(columns, self.scales.shape[1])
         dense = np.repeat(self.scales.astype(np.float32), width, axis=1)[:, :columns]
         dense *= self.levels.astype(np.float32)
         return dense
 
     @property
     def size(self) -> int:
-        """Size in bytes; see `bytes_of`."""
+        """Size in bytes; see `size_in_bytes`."""
         rows, columns = self.levels.shape
-        width = sharing(columns, self.scales.shape[1])
-        return bytes_of(rows, columns, self.bits, width)
+        width = scale_width(columns, self.scales.shape[1])
+        return size_in_bytes(rows, columns, self.bits, width)
 
 
-def bytes_of(rows: int, columns: int, bits: Bits, width: int = BLOCK) -> int:
+def size_in_bytes(rows: int, columns: int, bits: Bits, width: int = BLOCK) -> int:
     """Size of a matrix in bytes, with two 4-bit levels per byte and rows padded to whole blocks of
     `width`."""
     return rows * -(-columns // width) * (width * bits // 8 + 2)
 
 
-def bits_a_weight(weights: Collection[Quantised]) -> float:
+def bits_per_weight(weights: Collection[Quantised]) -> float:
     """Average number of bits per weight, scales included."""
     return 8 * sum(w.size for w in weights) / sum(w.levels.size for w in weights)
 
 
-def sharing(columns: int, scales: int) -> int:
+def scale_width(columns: int, scales: int) -> int:
     """How many neighbours along K share a scale, if a row has so many scales: a block, or all."""
     return BLOCK if scales == -(-columns // BLOCK) else columns
 
@@ -104,12 +104,12 @@ def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
 
     Raises ValueError for NaN, infinity and numbers too large for a float16 scale.
     """
-    most, dtype = _MOST[kind], np.dtype(np.int8) if kind == "int8" else FLOAT8
+    max_level, dtype = _MAX_LEVEL[kind], np.dtype(np.int8) if kind == "int8" else FLOAT8
     levels, scales = np.empty(weight.shape, dtype), np.empty((len(weight), 1), np.float16)
     for here in row_slices(*weight.shape):
         part = weight[here].float()
-        scale = _scale_of(part.abs().amax(-1, keepdim=True), most)
-        level = (part * _inverse(scale)).clamp_(-most, most)
+        scale = _scale_of(part.abs().amax(-1, keepdim=True), max_level)
+        level = (part * _inverse(scale)).clamp_(-max_level, max_level)
         whole = level.round_() if kind == "int8" else level
         levels[here], scales[here] = whole.numpy().astype(dtype), scale.numpy()
     return Quantised(levels, scales, 8)
@@ -130,12 +130,12 @@ def _as_blocks(weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(weight.shape[0], -1, BLOCK)
 
 
-def _scale_of(peak: torch.Tensor, most: float) -> torch.Tensor:
+def _scale_of(peak: torch.Tensor, max_level: float) -> torch.Tensor:
     """Scales by which the highest level represents these magnitudes: float32, rounded to
     float16."""
-    if not bool((peak <= _LARGEST * most).all()):  # NaN is not
-        raise ValueError(OUT_OF_REACH)
-    return (peak / most).to(torch.float16).to(torch.float32)
+    if not bool((peak <= _FLOAT16_MAX * max_level).all()):  # NaN is not
+        raise ValueError(UNQUANTISABLE)
+    return (peak / max_level).to(torch.float16).to(torch.float32)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
@@ -153,16 +153,16 @@ def recover(weight: torch.Tensor | Floats, bits: Bits) -> Quantised | None:
     """
     rows, width = weight.shape
     count = -(-width // BLOCK)
-    sample = np.arange(0, rows * count, max(1, rows * count // _SAMPLE))
+    sample = np.arange(0, rows * count, max(1, rows * count // _SAMPLE_BLOCKS))
     blocks = _as_floats(weight[sample // count])[np.arange(len(sample)), sample % count]
     peaks = np.arange(-RANGE[bits][0], 0, -1)
     found = _search(blocks, peaks, bits)
     if found is None:
         return None
-    seen = np.bincount(np.abs(found[0]).max(axis=1), minlength=peaks[0] + 1)
-    peaks = peaks[np.argsort(-seen[peaks], kind="stable")]
+    peak_counts = np.bincount(np.abs(found[0]).max(axis=1), minlength=peaks[0] + 1)
+    peaks = peaks[np.argsort(-peak_counts[peaks], kind="stable")]
     levels, scales = np.empty(weight.shape, np.int8), np.empty((rows, count), np.float16)
-    for here in row_slices(rows, width, AT_ONCE):
+    for here in row_slices(rows, width, LARGE_SLICE):
         found = _search(_as_floats(weight[here]).reshape(-1, BLOCK), peaks, bits)
         if found is None:
             return None
@@ -187,20 +187,20 @@ def _search(
     lowest, highest = RANGE[bits]
     largest = np.abs(values).max(axis=1)
     levels, scales = np.zeros(values.shape, np.int8), np.zeros(len(values), np.float16)
-    left = np.flatnonzero(largest)  # a block of zeros has scale 0
+    remaining = np.flatnonzero(largest)  # a block of zeros has scale 0
     for peak in peaks:
-        if not len(left):
+        if not len(remaining):
             break
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            scale = (largest[left] / np.float32(peak)).astype(np.float16)
+            scale = (largest[remaining] / np.float32(peak)).astype(np.float16)
             exact = scale.astype(np.float32)[:, None]
-            level = np.rint(values[left] / exact)
-            fits = (level * exact == values[left]).all(axis=1)
+            level = np.rint(values[remaining] / exact)
+            fits = (level * exact == values[remaining]).all(axis=1)
             # 4 bits range from -8 to 7: 8 is represented as -8 with a negative scale.
             sign = np.where(level.max(axis=1) > highest, -1, 1).astype(np.float16)
             level *= sign[:, None]
             fits &= (level.min(axis=1) >= lowest) & (level.max(axis=1) <= highest)
-        levels[left[fits]] = level[fits]
-        scales[left[fits]] = (scale * sign)[fits]
-        left = left[~fits]
-    return None if len(left) else (levels, scales)
+        levels[remaining[fits]] = level[fits]
+        scales[remaining[fits]] = (scale * sign)[fits]
+        remaining = remaining[~fits]
+    return None if len(remaining) else (levels, scales)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from runtime.files.errors import first_line
 
 from ..encoder import arguments
-from .blocks import AT_ONCE, row_slices
+from .blocks import LARGE_SLICE, row_slices
 from .layers import QuantisedTable, dense
 from .quality import Texts
 
@@ -49,29 +49,33 @@ def costs(
         raise NoCosts("no matrix that may have 8 bits was rounded to 4")
     found = dict.fromkeys(weights, 0.0)
 
-    def watch(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def record_costs(
+        name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> None:
         if output.requires_grad:  # False before the first embedding
-            x, squares = inputs[0].detach(), _of_products
+            x, cost_of = inputs[0].detach(), _product_cost
             if isinstance(layer, QuantisedTable):
-                squares = partial(_of_rows, made=output.detach())
+                cost_of = partial(_row_cost, output=output.detach())
 
-            def came(gradient: torch.Tensor) -> None:
-                found[name] += squares(gradient, x, weights[name], layer)
+            def add_cost(gradient: torch.Tensor) -> None:
+                found[name] += cost_of(gradient, x, weights[name], layer)
 
-            output.register_hook(came)  # type: ignore[no-untyped-call]
+            output.register_hook(add_cost)  # type: ignore[no-untyped-call]
 
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    hooks = [table.register_forward_hook(_begin) for table in tables]
+    hooks = [table.register_forward_hook(_start_gradients) for table in tables]
     for name in weights:
-        hooks += [layer.register_forward_hook(partial(watch, name)) for layer in layers[name]]
+        hooks += [
+            layer.register_forward_hook(partial(record_costs, name)) for layer in layers[name]
+        ]
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(0)
     try:
         for i in range(len(texts.ids)):  # one by one: the logits of all would take gigabytes
             with torch.enable_grad():
                 one = texts[i : i + 1]
-                given = arguments(model, one.ids, one.sources)
-                logits = model(**given, use_cache=False).logits[0].float()
+                model_inputs = arguments(model, one.ids, one.sources)
+                logits = model(**model_inputs, use_cache=False).logits[0].float()
                 drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
                 loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -85,52 +89,58 @@ def costs(
     return {name: cost / 2 / texts.ids.numel() for name, cost in found.items()}
 
 
-def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:
+def choose_costliest(
+    costs: Mapping[str, float], sizes: Mapping[str, int], budget: float
+) -> list[str]:
     """The matrices with the highest cost per additional byte, as many as there is room for; or one
     or two of the largest first and then the others, if that saves more. Otherwise an embedding with
     half of a model's bytes might come last, and the room left for it stay unused."""
     order = sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True)
 
-    def filled(first: Iterable[str]) -> list[str]:
-        left, chosen = room, []
+    def fill(first: Iterable[str]) -> list[str]:
+        remaining, chosen = budget, []
         for name in dict.fromkeys([*first, *order]):
-            if sizes[name] <= left:
+            if sizes[name] <= remaining:
                 chosen.append(name)
-                left -= sizes[name]
+                remaining -= sizes[name]
         return chosen
 
     largest = sorted(costs, key=lambda name: sizes[name])[-_LARGEST:]
-    ways = [filled(first) for count in range(3) for first in combinations(largest, count)]
-    return max(ways, key=lambda chosen: sum(costs[name] for name in chosen))
+    choices = [fill(first) for count in range(3) for first in combinations(largest, count)]
+    return max(choices, key=lambda chosen: sum(costs[name] for name in chosen))
 
 
-def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _start_gradients(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """The same output, from which on gradients are recorded. A copy, as some models modify it in
     place."""
     return output.detach().requires_grad_().clone()
 
 
-def _of_products(
+def _product_cost(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: Any
 ) -> float:
     """The sum of the squares for inputs x [.., K] and gradients [.., N]."""
     gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
     total, (rows, columns) = 0.0, weight.shape
-    for here in row_slices(rows, columns, AT_ONCE):
-        lost = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
-        total += float((gradient[:, here] * (x @ lost.T)).square().sum())
+    for here in row_slices(rows, columns, LARGE_SLICE):
+        error = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
+        total += float((gradient[:, here] * (x @ error.T)).square().sum())
     return total
 
 
-def _of_rows(
-    gradient: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, layer: Any, made: torch.Tensor
+def _row_cost(
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    layer: Any,
+    output: torch.Tensor,
 ) -> float:
-    """The same for rows of a table. made: the embedding's output [.., K], which some models scale.
+    """The same for rows of a table. output: that of the embedding [.., K], which some models scale.
     The sum of a token's products is squared up to 1, and counts linearly beyond."""
     rows = dense(layer.levels[ids], layer.scales[ids].float())
-    scale = made.float().norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
-    lost = (rows - weight[ids].float()) * scale[..., None]
-    moved = (gradient.float() * lost).sum(-1)
+    scale = output.float().norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
+    error = (rows - weight[ids].float()) * scale[..., None]
+    change = (gradient.float() * error).sum(-1)
     return 2 * float(
-        torch.nn.functional.huber_loss(moved, torch.zeros_like(moved), reduction="sum")
+        torch.nn.functional.huber_loss(change, torch.zeros_like(change), reduction="sum")
     )

@@ -89,9 +89,9 @@ def quantise_experts(
         return quantise4(weight, factor(hidden))
     parts = []
     for expert, own in enumerate(weight.view(self.num_experts, -1, weight.shape[1])):
-        asked = hidden[(chosen == expert).any(-1)]
-        if len(asked):
-            parts.append(quantise4(own, factor(_inner(self, asked, expert))))
+        routed = hidden[(chosen == expert).any(-1)]
+        if len(routed):
+            parts.append(quantise4(own, factor(_inner(self, routed, expert))))
         else:
             parts.append(quantise4(own))
     levels, scales = zip(*((part.levels, part.scales) for part in parts), strict=True)

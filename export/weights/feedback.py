@@ -21,7 +21,7 @@ import torch
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.library import find_library
 
-from .blocks import BLOCK, OUT_OF_REACH, Quantised
+from .blocks import BLOCK, UNQUANTISABLE, Quantised
 
 # This share of the diagonal's mean is added to it, for directions that the inputs did not contain.
 _DAMPING = 0.01
@@ -80,42 +80,42 @@ def _quantise_rows(
     scales: npt.NDArray[np.float16],  # output
 ) -> None:
     rows, columns = weight.shape
-    owed = torch.zeros(0 if factor is None else columns, rows, dtype=torch.float32)
+    pending_errors = torch.zeros(0 if factor is None else columns, rows, dtype=torch.float32)
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
         panel = torch.empty(last - first, rows, dtype=torch.float32)  # columns are contiguous
         panel.copy_(weight[:, first:last].T)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
-            wanted = block = panel[start - first : end - first]
+            compensated = block = panel[start - first : end - first]
             inverse = None
             if factor is not None:
                 inverse = _inverse(factor[start:end, start:end])
-                wanted = torch.addmm(block, inverse.T, owed[start:end])
-            found = _round(wanted, block, inverse, levels[:, start:end])
-            scales[:, start // BLOCK] = found.to(torch.float16).numpy()
+                compensated = torch.addmm(block, inverse.T, pending_errors[start:end])
+            block_scales = _round(compensated, block, inverse, levels[:, start:end])
+            scales[:, start // BLOCK] = block_scales.to(torch.float16).numpy()
             if factor is not None:
-                owed[end:last].addmm_(factor[start:end, end:last].T, block)
+                pending_errors[end:last].addmm_(factor[start:end, end:last].T, block)
         if factor is not None:
-            owed[last:].addmm_(factor[first:last, last:].T, panel)
+            pending_errors[last:].addmm_(factor[first:last, last:].T, panel)
 
 
 def _round(
-    wanted: torch.Tensor,  # float32 [columns, N]
+    compensated: torch.Tensor,  # float32 [columns, N]
     numbers: torch.Tensor,  # float32 [columns, N]; replaced by their rounding errors
     inverse: torch.Tensor | None,  # float32 [columns, columns]
     levels: npt.NDArray[np.int8],  # [N, columns], output
 ) -> torch.Tensor:
     """Round one block of columns, and return its scales, float32 [N]."""
-    columns, rows = wanted.shape
+    columns, rows = compensated.shape
     scales = torch.empty(rows, dtype=torch.float32)
     status = load_rounding()(
-        wanted.data_ptr(), numbers.data_ptr(), rows, columns,
+        compensated.data_ptr(), numbers.data_ptr(), rows, columns,
         None if inverse is None else inverse.data_ptr(),
         levels.ctypes.data, levels.strides[0], scales.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if status == _BAD_PARAMETER:
-        raise ValueError(OUT_OF_REACH)
+        raise ValueError(UNQUANTISABLE)
     assert status == 0
     return scales
 

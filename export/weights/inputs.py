@@ -16,7 +16,7 @@ from .experts import are_experts, quantise_experts
 from .feedback import factor, quantise4
 from .quality import Texts
 
-Take = Callable[[str, Callable[[torch.Tensor], Quantised]], None]
+Replace = Callable[[str, Callable[[torch.Tensor], Quantised]], None]
 
 
 class Reader:
@@ -29,23 +29,23 @@ class Reader:
     them too was no worse (docs/LOG.md), and lets all of them share one factor, also if one matrix
     combines several.
 
-    waiting: paths by the name of each matrix. take: replaces a matrix, given its name and a
-    function that quantises it.
+    paths: by the name of each matrix. replace: replaces a matrix, given its name and a function
+    that quantises it.
     """
 
-    def __init__(self, model: PreTrainedModel, waiting: dict[str, list[str]], take: Take):
-        self._model, self._waiting, self._take = model, waiting, take
+    def __init__(self, model: PreTrainedModel, paths: dict[str, list[str]], replace: Replace):
+        self._model, self._paths, self._replace = model, paths, replace
         # Inputs, weights of the tokens, and the factor, which queries, keys and values share.
-        self._last: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
+        self._last_factor: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
         # The attention layer, its input, and the attention that each token of the input gets.
         self._attended: tuple[Any, Any, torch.Tensor] | None = None
-        self._ahead = False
+        self._looking_ahead = False
 
     def read(self, texts: Texts) -> torch.Tensor | None:
         """Run the model on the texts; returns its last hidden states, [T, K], which are usually the
         inputs of the output matrix, or None if it returns none."""
         hooks, attentions = [], set()
-        for name, paths in self._waiting.items():
+        for name, paths in self._paths.items():
             for owner, child in (owner_of(self._model, path) for path in paths):
                 if are_experts(owner):
                     hook = partial(self._quantise_experts, name, child)
@@ -58,31 +58,35 @@ class Reader:
         for layer in attentions:
             hooks.append(layer.register_forward_pre_hook(self._look_ahead, with_kwargs=True))
         try:
-            given = arguments(self._model, texts.ids, texts.sources)
-            made: Any = self._model.base_model(**given, use_cache=False)
+            model_inputs = arguments(self._model, texts.ids, texts.sources)
+            output: Any = self._model.base_model(**model_inputs, use_cache=False)
         finally:
             for handle in hooks:
                 handle.remove()
-        last: torch.Tensor | None = made.get("last_hidden_state")
+        last: torch.Tensor | None = output.get("last_hidden_state")
         return None if last is None else last.flatten(0, -2)
 
     def _quantise(self, name: str, owner: Any, module: Any, inputs: tuple[torch.Tensor]) -> None:
         x = inputs[0]
-        if self._ahead or x.numel() == 0:  # no token was routed to this expert
+        if self._looking_ahead or x.numel() == 0:  # no token was routed to this expert
             return
         counts = None
         if self._attended is not None and self._attended[0] is owner and self._attended[1] is x:
             counts = self._attended[2]
-        if self._last is None or self._last[0] is not x or self._last[1] is not counts:
+        if (
+            self._last_factor is None
+            or self._last_factor[0] is not x
+            or self._last_factor[1] is not counts
+        ):
             rows = x.flatten(0, -2)
             if counts is not None:
                 rows = rows * counts.sqrt()[:, None]
-            self._last = x, counts, factor(rows)
-        seen = self._last[2]
-        self._take(name, lambda weight: quantise4(weight, seen))
+            self._last_factor = x, counts, factor(rows)
+        shared_factor = self._last_factor[2]
+        self._replace(name, lambda weight: quantise4(weight, shared_factor))
         # In this call the old module still computes the product.
-        made: Any = self._model.get_submodule(self._waiting[name][0])
-        weight = made.weight.T if isinstance(module, Conv1D) else made.weight
+        old_module: Any = self._model.get_submodule(self._paths[name][0])
+        weight = old_module.weight.T if isinstance(module, Conv1D) else old_module.weight
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def _quantise_experts(
@@ -90,22 +94,22 @@ class Reader:
     ) -> None:
         hidden, chosen, _ = inputs
         make = partial(quantise_experts, module, child, hidden=hidden, chosen=chosen)
-        self._take(name, make)
+        self._replace(name, make)
 
     def _look_ahead(self, layer: Any, args: Any, options: dict[str, Any]) -> None:
         """Determine the attention that each token gets, before the layer's matrices are
         quantised."""
         # XLM writes to its cache even if none is wanted.
-        given = {**options, "cache": None} if "cache" in options else options
-        self._ahead = True
+        keywords = {**options, "cache": None} if "cache" in options else options
+        self._looking_ahead = True
         try:
-            made = layer.forward(*args, **given)
+            output = layer.forward(*args, **keywords)
         finally:
-            self._ahead = False
+            self._looking_ahead = False
         source = options.get("key_value_states", options.get("encoder_hidden_states"))
         if source is None:
             source = args[0] if args else options.get("hidden_states")
-        counts = _attention_got(made)
+        counts = _received_attention(output)
         if counts is None or not isinstance(source, torch.Tensor):
             return
         if len(counts) == source[..., 0].numel():
@@ -118,11 +122,11 @@ def owner_of(model: PreTrainedModel, path: str) -> tuple[Any, str]:
     return model.get_submodule(parent), child
 
 
-def _attention_got(made: Any) -> torch.Tensor | None:
+def _received_attention(output: Any) -> torch.Tensor | None:
     """The total attention that each token gets, float32 [B S], from the output of an attention
     layer; None if unknown. Transformers' eager attention returns its probabilities, [B, H, N, S];
     other layers return a state in that place, or nothing."""
-    found = [part for part in made if isinstance(part, torch.Tensor) and part.dim() == 4]
+    found = [part for part in output if isinstance(part, torch.Tensor) and part.dim() == 4]
     if not found or found[-1].min() < 0 or not found[-1].sum(-1).max() < 1.01:
         return None
     return found[-1].sum((1, 2), dtype=torch.float32).flatten()

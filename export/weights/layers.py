@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import BLOCK, FLOAT8, Quantised, sharing
+from .blocks import BLOCK, FLOAT8, Quantised, scale_width
 
 # Nodes until the graph is rewritten in ONNX's operators: a product, which is also an operator of
 # plugins/onnxruntime, and the dense matrix of levels and scales.
 PRODUCT, TABLE = "QuantizedMatMul", "QuantizedTable"
-_PIECE = 1 << 20  # numbers of a matrix to dequantise at a time, which fit into caches
+_PIECE_SIZE = 1 << 20  # numbers of a matrix to dequantise at a time, which fit into caches
 _rounds_activations = _rounds_as_stored = False
 
 
@@ -90,43 +90,47 @@ class Table(torch.Tensor):
         dtype: torch.dtype,
         narrow: torch.Tensor | None = None,
     ) -> Table:
-        made = torch.empty((), dtype=dtype).expand(*shape).as_subclass(Table)
-        made._rows, made._narrow = rows, narrow
-        return made
+        table = torch.empty((), dtype=dtype).expand(*shape).as_subclass(Table)
+        table._rows, table._narrow = rows, narrow
+        return table
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, given: Any = (), named: dict[str, Any] | None = None
+        cls, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        named = named or {}
+        keywords = keywords or {}
         if function is torch.nn.functional.embedding:
-            ids, table = given[:2]
+            ids, table = arguments[:2]
             return table._rows(ids)
-        if function is torch.nn.functional.linear and isinstance(given[1], Table):
-            return _by_pieces(*given, **named)
-        if function is _TENSOR.__getitem__ and not isinstance(given[1], tuple):
-            return given[0] if given[1] is ... else given[0]._rows(given[1])
-        if function in _ITSELF or (function is _TENSOR.to and named.get("dtype") == given[0].dtype):
-            return given[0]
-        if function in _OF_SHAPE:
-            return super().__torch_function__(function, types, given, named)  # type: ignore[no-untyped-call]
-        given, named = tree_map_only(Table, Table.whole, (given, named))
-        return function(*given, **named)
+        if function is torch.nn.functional.linear and isinstance(arguments[1], Table):
+            return _multiply_by_pieces(*arguments, **keywords)
+        if function is _TENSOR.__getitem__ and not isinstance(arguments[1], tuple):
+            return arguments[0] if arguments[1] is ... else arguments[0]._rows(arguments[1])
+        if function in _IDENTITY_FUNCTIONS or (
+            function is _TENSOR.to and keywords.get("dtype") == arguments[0].dtype
+        ):
+            return arguments[0]
+        if function in _SHAPE_FUNCTIONS:
+            return super().__torch_function__(function, types, arguments, keywords)  # type: ignore[no-untyped-call]
+        arguments, keywords = tree_map_only(Table, Table.whole, (arguments, keywords))
+        return function(*arguments, **keywords)
 
     def whole(self) -> torch.Tensor:
         return self._rows(slice(None))
 
 
 _TENSOR: Any = torch.Tensor
-_OF_SHAPE = {
+_SHAPE_FUNCTIONS = {
     _TENSOR.dtype.__get__, _TENSOR.shape.__get__, _TENSOR.device.__get__, _TENSOR.is_meta.__get__,
     _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_floating_point,
     _TENSOR.size, _TENSOR.dim, _TENSOR.numel, _TENSOR.__len__,
 }  # fmt: skip
-_ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # operations that a parameter needs
+_IDENTITY_FUNCTIONS = {_TENSOR.detach, _TENSOR.requires_grad_}  # operations that a parameter needs
 
 
-def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _multiply_by_pieces(
+    x: torch.Tensor, table: Table, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [.., K] -> x W^T + bias, [.., N], some rows of W at a time. With pieces of a multiple of 16
     rows, and no small one at the end, MKL gives bitwise the same result as for all rows at once."""
     narrow = table._narrow
@@ -134,7 +138,7 @@ def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) 
         product = torch.nn.functional.linear(x.to(narrow.dtype), narrow).to(x.dtype)
         return product if bias is None else product + bias
     rows, columns = table.shape
-    step, y = max(16, _PIECE // columns // 16 * 16), x.new_empty(*x.shape[:-1], rows)
+    step, y = max(16, _PIECE_SIZE // columns // 16 * 16), x.new_empty(*x.shape[:-1], rows)
     begins = range(0, max(1, rows - 15), step)
     for begin, end in pairwise([*begins, rows]):
         here = slice(begin, end)
@@ -166,22 +170,22 @@ class QuantisedTable(torch.nn.Embedding):
         return dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
 
 
-def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
+def replace_weight(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     """Replace the weight of the linear layer or embedding at this path, dense or quantised, by this
     one. An embedding keeps its class; its table is dequantised on access.
     """
     module: Any = model.get_submodule(path)
-    again = isinstance(module, QuantisedLinear | QuantisedTable)
-    dtype = module.scales.dtype if again else module.weight.dtype
+    is_quantised = isinstance(module, QuantisedLinear | QuantisedTable)
+    dtype = module.scales.dtype if is_quantised else module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
-        if not again:
+        if not is_quantised:
             del module._parameters["weight"]
             module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
             module.dtype = dtype
         module.register_buffer("levels", _levels(weight))
         module.register_buffer("scales", torch.from_numpy(weight.scales))
         return
-    assert again or isinstance(module, torch.nn.Linear | Conv1D)
+    assert is_quantised or isinstance(module, torch.nn.Linear | Conv1D)
     parent, _, child = path.rpartition(".")
     layer = QuantisedLinear(weight, module.bias, dtype)
     setattr(model.get_submodule(parent), child, layer.train(False))
@@ -189,7 +193,7 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 def dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Levels times scales, in the scales' dtype, without other temporaries of this size."""
-    matrix, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
+    matrix, width = levels.to(scales.dtype), scale_width(levels.shape[-1], scales.shape[-1])
     whole = levels.shape[-1] // width
     blocks = torch.unflatten(matrix[..., : whole * width], -1, (whole, width))
     blocks.mul_(scales[..., :whole, None])

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import AT_ONCE, BLOCK, Bits, Quantised, recover, row_slices, sharing
-from .experts import PRODUCT as EXPERTS
+from .blocks import BLOCK, LARGE_SLICE, Bits, Quantised, recover, row_slices, scale_width
+from .experts import PRODUCT as EXPERTS_PRODUCT
 from .layers import PRODUCT, TABLE
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
@@ -20,7 +20,7 @@ GATHER = "QuantizedGather"
 PANEL = 16  # outputs that are interleaved in memory: see outrider_product.h
 
 
-class InPieces(ir.LazyTensor):
+class PiecewiseTensor(ir.LazyTensor):
     """A tensor that is computed and written some rows at a time. make: computes a slice of the
     first axis."""
 
@@ -32,10 +32,10 @@ class InPieces(ir.LazyTensor):
         name: str,
         rows: int,
     ):
-        def whole() -> ir.TensorProtocol:
+        def make_whole() -> ir.TensorProtocol:
             return ir.tensor(make(slice(None)), dtype=dtype)
 
-        super().__init__(whole, dtype=dtype, shape=shape, name=name)
+        super().__init__(make_whole, dtype=dtype, shape=shape, name=name)
         self._make, self._rows = make, rows
 
     def tofile(self, file: BinaryIO) -> None:
@@ -44,7 +44,7 @@ class InPieces(ir.LazyTensor):
             file.write(part.view(np.uint8).data)
 
 
-def dense_tables(model: ir.Model) -> None:
+def make_tables_dense(model: ir.Model) -> None:
     """Replace the quantised tables of embeddings by dense ones, in place, as ONNX cannot look up
     rows of levels. The dense tables are computed only while they are written."""
     for node in [node for node in model.graph if node.op_type == TABLE]:
@@ -54,7 +54,7 @@ def dense_tables(model: ir.Model) -> None:
         make = partial(_dense_rows, levels, scales, table.dtype)
         rows, columns = levels.shape.numpy()
         shape, name = ir.Shape([rows, columns]), f"{levels.name}.dense"
-        lazy = InPieces(make, table.dtype, shape, name, AT_ONCE // columns)
+        lazy = PiecewiseTensor(make, table.dtype, shape, name, LARGE_SLICE // columns)
         ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
 
@@ -69,19 +69,19 @@ def _dense_rows(
 def dequantise_linear(model: ir.Model) -> None:
     """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place. A product
     with 4-bit and 8-bit matrices becomes one of each, and a Concat."""
-    for node in [node for node in model.graph if node.op_type in (PRODUCT, EXPERTS)]:
+    for node in [node for node in model.graph if node.op_type in (PRODUCT, EXPERTS_PRODUCT)]:
         x, *matrices = node.inputs
         bits, experts = node.attributes["bits"].as_ints(), node.attributes.get_int("experts", 0)
-        made: list[ir.Node] = []
+        nodes: list[ir.Node] = []
         for levels, scales, each in zip(matrices[::2], matrices[1::2], bits, strict=True):
             assert levels is not None and scales is not None
             dequantise = _dequantise(model, levels, scales, each, experts)
-            made += [dequantise, ir.node("MatMul", [x, dequantise.outputs[0]])]
+            nodes += [dequantise, ir.node("MatMul", [x, dequantise.outputs[0]])]
         if len(bits) > 1:
-            products = [product.outputs[0] for product in made[1::2]]
-            made.append(ir.node("Concat", products, {"axis": -1}))
-        model.graph.insert_before(node, made[:-1])
-        replace(model, node, made[-1])
+            products = [product.outputs[0] for product in nodes[1::2]]
+            nodes.append(ir.node("Concat", products, {"axis": -1}))
+        model.graph.insert_before(node, nodes[:-1])
+        replace(model, node, nodes[-1])
     model.graph.opset_imports.pop(OWN_DOMAIN, None)
 
 
@@ -93,16 +93,16 @@ def _dequantise(
     assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
     (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
     dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
-    if sharing(columns, several) == BLOCK:
+    if scale_width(columns, several) == BLOCK:
         weights = [
-            _turned(model, levels, dtype, experts),
-            _turned(model, scales, scales.dtype, experts),
+            _transposed(model, levels, dtype, experts),
+            _transposed(model, scales, scales.dtype, experts),
         ]
         attributes = {"axis": 1 if experts else 0, "block_size": BLOCK}
     else:
         weights = [
-            _turned(model, levels, dtype),
-            _turned(model, scales, scales.dtype, sizes=[rows]),
+            _transposed(model, levels, dtype),
+            _transposed(model, scales, scales.dtype, sizes=[rows]),
         ]
         attributes = {"axis": 1}
     node = ir.node("DequantizeLinear", weights, attributes)
@@ -110,7 +110,7 @@ def _dequantise(
     return node
 
 
-def _turned(
+def _transposed(
     model: ir.Model,
     value: ir.Value,
     dtype: ir.DataType | None,
@@ -123,16 +123,16 @@ def _turned(
     tensor = value.const_value
     assert tensor is not None and dtype is not None and value.name is not None
     rows, columns = tensor.shape.numpy()
-    many = [experts] if experts else []
-    shape = ir.Shape(sizes or [*many, columns, rows // (experts or 1)])
+    expert_axis = [experts] if experts else []
+    shape = ir.Shape(sizes or [*expert_axis, columns, rows // (experts or 1)])
     name, number = f"{value.name}.T", 1
     while name in model.graph.initializers:  # torch merges equal tensors into one
         name, number = f"{value.name}.{number}.T", number + 1
 
     def materialise() -> ir.TensorProtocol:
-        apart = tensor.numpy().reshape(*many, -1, columns).swapaxes(-1, -2)
-        turned = np.ascontiguousarray(apart).reshape(shape.numpy())
-        return ir.tensor(turned.astype(dtype.numpy(), copy=False), dtype=dtype)
+        by_expert = tensor.numpy().reshape(*expert_axis, -1, columns).swapaxes(-1, -2)
+        transposed = np.ascontiguousarray(by_expert).reshape(shape.numpy())
+        return ir.tensor(transposed.astype(dtype.numpy(), copy=False), dtype=dtype)
 
     return initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
 
@@ -152,8 +152,8 @@ class StoredMatrix:
     @property
     def experts(self) -> int:
         """The number of experts, or 0 for other weights."""
-        many, *_ = self.levels.shape.numpy()
-        return many if len(self.levels.shape) == 3 else 0
+        count, *_ = self.levels.shape.numpy()
+        return count if len(self.levels.shape) == 3 else 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -178,11 +178,13 @@ class StoredMatrix:
         return padded.reshape(-1, rows.shape[2])
 
 
-def own_operators(model: ir.Model) -> int:
+def use_own_operators(model: ir.Model) -> int:
     """Replace the products of `dequantise_linear`, except those of experts, and the embedding (its
     table is dense, but was computed from levels) by liboutrider's operators, in place. Returns the
     number of products, including those of experts."""
-    found = [(node, stored) for node in model.graph if (stored := stored_of(node)) is not None]
+    found = [
+        (node, stored) for node in model.graph if (stored := stored_matrix_of(node)) is not None
+    ]
     products = [(node, stored) for node, stored in found if not stored.experts]
     tables = [
         (node, table)
@@ -192,29 +194,31 @@ def own_operators(model: ir.Model) -> int:
         and len(table.shape) == 2
     ]
     for node, stored in products:
-        matrix = packed_values(model, stored, f"{node.outputs[0].name}.weight")
-        _put(model, node, PRODUCT, node.inputs[0], matrix, stored)
+        matrix = packed_initializers(model, stored, f"{node.outputs[0].name}.weight")
+        _replace_by_own(model, node, PRODUCT, node.inputs[0], matrix, stored)
         for gather, table in list(tables):
             if stored.sizes == tuple(table.shape.numpy()) and _is_table(table, stored):  # tied
-                _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
+                _replace_by_own(model, gather, GATHER, gather.inputs[1], matrix, stored)
                 tables.remove((gather, table))
-    _put_side_by_side(model)
+    _merge_mixed_products(model)
     for gather, table in tables if products else ():
         levels = recover(table.numpy(), 4) or recover(table.numpy(), 8)
         if levels is not None:
             dtype = ir.DataType.INT4 if levels.bits == 4 else ir.DataType.INT8
-            turned = ir.tensor(levels.levels.T.astype(dtype.numpy(), copy=False), dtype=dtype)
-            stored = StoredMatrix(turned, ir.tensor(levels.scales.T))
-            matrix = packed_values(model, stored, f"{gather.outputs[0].name}.table")
-            _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
+            transposed_levels = ir.tensor(
+                levels.levels.T.astype(dtype.numpy(), copy=False), dtype=dtype
+            )
+            stored = StoredMatrix(transposed_levels, ir.tensor(levels.scales.T))
+            matrix = packed_initializers(model, stored, f"{gather.outputs[0].name}.table")
+            _replace_by_own(model, gather, GATHER, gather.inputs[1], matrix, stored)
     return len(found)
 
 
-def _put_side_by_side(model: ir.Model) -> None:
+def _merge_mixed_products(model: ir.Model) -> None:
     """Merge a 4-bit and an 8-bit product of the same x, whose outputs are concatenated, into one
     node."""
     for concat in [node for node in model.graph if node.op_type == "Concat"]:
-        parts = [made_by(value, PRODUCT) for value in concat.inputs]
+        parts = [find_producer(value, PRODUCT) for value in concat.inputs]
         alone = [part for part in parts if part and _has_one_matrix_and_use(part)]
         if len(parts) != 2 or len(alone) != 2 or concat.attributes.get_int("axis") != -1:
             continue
@@ -236,9 +240,13 @@ def _sizes(product: ir.Node) -> list[int]:
     return [product.attributes.get_int(name, 0) for name in ("bits", "rows", "columns")]
 
 
-def stored_of(product: ir.Node) -> StoredMatrix | None:
+def stored_matrix_of(product: ir.Node) -> StoredMatrix | None:
     """The quantised weight of a product; None if the node is no such product."""
-    source = made_by(product.inputs[1], "DequantizeLinear") if product.op_type == "MatMul" else None
+    source = (
+        find_producer(product.inputs[1], "DequantizeLinear")
+        if product.op_type == "MatMul"
+        else None
+    )
     if source is None:
         return None
     levels, scales = map(_weight, source.inputs)
@@ -256,30 +264,32 @@ def _is_table(table: ir.TensorProtocol, stored: StoredMatrix) -> bool:
     )
 
 
-def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.Value]:
+def packed_initializers(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.Value]:
     """The initializers of one of our operators, computed only while they are written."""
     _, columns = stored.sizes
     panels, blocks = stored.panels, -(-columns // BLOCK)
     # For experts all at once, as every piece would transpose all of them.
-    at_once = panels if stored.experts else AT_ONCE // (columns * PANEL)
+    panels_at_a_time = panels if stored.experts else LARGE_SLICE // (columns * PANEL)
 
     def make(here: slice, pack: Callable[[Quantised], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         begin, end, _ = here.indices(panels)
         return pack(stored.read(slice(begin * PANEL, end * PANEL)))
 
     parts = (
-        ("levels", ir.DataType.UINT8, 64 * stored.bits, packed_levels),
-        ("scales", ir.DataType.FLOAT16, PANEL, packed_scales),
+        ("levels", ir.DataType.UINT8, 64 * stored.bits, pack_levels),
+        ("scales", ir.DataType.FLOAT16, PANEL, pack_scales),
     )
     values = []
     for part, dtype, size, pack in parts:
-        shape, own = ir.Shape([panels, blocks, size]), f"{name}.{part}"
-        lazy = InPieces(partial(make, pack=pack), dtype, shape, own, at_once)
+        shape, tensor_name = ir.Shape([panels, blocks, size]), f"{name}.{part}"
+        lazy = PiecewiseTensor(
+            partial(make, pack=pack), dtype, shape, tensor_name, panels_at_a_time
+        )
         values.append(initializer(model, lazy))
     return values
 
 
-def _put(
+def _replace_by_own(
     model: ir.Model,
     old: ir.Node,
     kind: str,
@@ -296,7 +306,7 @@ def _put(
 def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
     """Replace a node by another, whose output takes over the name."""
     model.graph.insert_before(old, new)
-    put(old.outputs[0], new.outputs[0])
+    replace_value(old.outputs[0], new.outputs[0])
     model.graph.remove(old, safe=True)
 
 
@@ -313,7 +323,7 @@ def constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
     return initializer(model, ir.tensor(array, name=name)) if found is None else found
 
 
-def made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
+def find_producer(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
     """The node of this kind that computes a value, directly or followed by nodes of the kinds
     `through`; None if there is none."""
     node = value.producer() if value is not None else None
@@ -322,34 +332,34 @@ def made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
     return node if node is not None and node.op_type == kind else None
 
 
-def turns(node: ir.Node | None, *permutation: int) -> bool:
+def is_transpose(node: ir.Node | None, *permutation: int) -> bool:
     """Whether the node is a Transpose with this permutation."""
     if node is None or node.op_type != "Transpose":
         return False
     return tuple(node.attributes["perm"].as_ints()) == permutation
 
 
-def put(old: ir.Value, new: ir.Value) -> None:
+def replace_value(old: ir.Value, new: ir.Value) -> None:
     """Replace a value by another, which takes over its name."""
     new.shape, new.type = old.shape, old.type
     new.name, old.name = old.name, f"{old.name}.before"
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
-def packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
+def pack_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
     """Levels in the layout of outrider_product.h, [panels, blocks, 64 * bits]."""
     rows, columns = weight.levels.shape
     panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
     levels = np.full((panels * PANEL, blocks * BLOCK), 1 << (weight.bits - 1), np.uint8)
     levels[:rows, :columns] += weight.levels.view(np.uint8)  # modulo 256, as intended
     # [panel, lane, block, number], with a block's numbers split into vector, half and place.
-    apart = levels.reshape(panels, PANEL, blocks, weight.bits, -1, 4).transpose(0, 2, 3, 1, 4, 5)
+    parts = levels.reshape(panels, PANEL, blocks, weight.bits, -1, 4).transpose(0, 2, 3, 1, 4, 5)
     if weight.bits == 4:
-        apart = apart[..., 0, :] | apart[..., 1, :] << 4
-    return np.ascontiguousarray(apart).reshape(panels, blocks, 64 * weight.bits)
+        parts = parts[..., 0, :] | parts[..., 1, :] << 4
+    return np.ascontiguousarray(parts).reshape(panels, blocks, 64 * weight.bits)
 
 
-def packed_scales(weight: Quantised) -> npt.NDArray[np.float16]:
+def pack_scales(weight: Quantised) -> npt.NDArray[np.float16]:
     """Scales in the same layout, [panels, blocks, PANEL]."""
     rows, blocks = weight.scales.shape
     panels = -(-rows // PANEL)

@@ -14,8 +14,8 @@ from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import Quality, Weights
 
-from ..encoder import reading
-from ..loading import first_token, width
+from ..encoder import source_arguments
+from ..loading import first_token, logits_width
 from .layers import rounding_as_stored
 
 # Nats of mean KL. Rounding costs the bundled pair some 0.0001 with int8, 0.001 with fp8 and 0.001
@@ -23,13 +23,13 @@ from .layers import rounding_as_stored
 # to 0.2 with int4. Far beyond these values the model is broken, or cannot be rounded like this.
 BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 
-SOUNDS = 4  # audio inputs to measure on: each takes an encoder half a minute
+AUDIO_INPUTS = 4  # audio inputs to measure on: each takes an encoder half a minute
 _ROWS = 16  # rows of logits to copy to float64 at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Said = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def silent(said: str) -> None:
+def silent(message: str) -> None:
     """Ignore progress messages."""
 
 
@@ -49,39 +49,41 @@ class Texts:
         return Texts(self.ids[:, :length], self.sources)
 
     @property
-    def one_by_one(self) -> Sequence[torch.Tensor]:
+    def single_sources(self) -> Sequence[torch.Tensor]:
         """The sources as arguments of `compare.logits`."""
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
-def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) -> Texts:
+def generate_texts(
+    model: PreTrainedModel, texts: int, length: int, report: Report = silent
+) -> Texts:
     """Generate texts by a model that does not read audio. An encoder-decoder generates sources
     first, from random tokens as their sources."""
     if not model.config.is_encoder_decoder:
-        return Texts(sample(model, texts, length, said=said))
+        return Texts(sample(model, texts, length, report=report))
     random = torch.Generator().manual_seed(0)
-    noise = torch.randint(width(model), (texts, length), generator=random)
-    sources = sample(model, texts, length, sources=noise, said=said)
-    return Texts(sample(model, texts, length, sources=sources, seed=1, said=said), sources)
+    noise = torch.randint(logits_width(model), (texts, length), generator=random)
+    sources = sample(model, texts, length, sources=noise, report=report)
+    return Texts(sample(model, texts, length, sources=sources, seed=1, report=report), sources)
 
 
-def write_about(
-    model: PreTrainedModel, sources: torch.Tensor, length: int, said: Said = silent
+def generate_texts_for(
+    model: PreTrainedModel, sources: torch.Tensor, length: int, report: Report = silent
 ) -> Texts:
     """Generate a text for each of these sources. Audio is processed one by one, as a large model
     caches hundreds of megabytes for each."""
     together = len(sources) if not sources.is_floating_point() else 1
     parts = [
-        sample(model, len(part), length, seed, part, said)
+        sample(model, len(part), length, seed, part, report)
         for seed, part in enumerate(torch.split(sources, together))
     ]
     return Texts(torch.cat(parts), sources)
 
 
-def noise(features: FeatureFacts) -> torch.Tensor:
-    """Random audio features to measure on, float32 [SOUNDS, F, T], with the scale of real ones."""
+def random_features(features: FeatureFacts) -> torch.Tensor:
+    """Random audio features to measure on, float32 [AUDIO_INPUTS, F, T], scaled like real ones."""
     random = torch.Generator().manual_seed(0)
-    return torch.randn(SOUNDS, features.feature_size, features.frames, generator=random)
+    return torch.randn(AUDIO_INPUTS, features.feature_size, features.frames, generator=random)
 
 
 def sample(
@@ -90,7 +92,7 @@ def sample(
     length: int,
     seed: int = 0,
     sources: torch.Tensor | None = None,  # one per text, if there is an encoder
-    said: Said = silent,  # receives progress messages
+    report: Report = silent,  # receives progress messages
 ) -> torch.Tensor:
     """Sample texts from the model at temperature 1: token ids int64 [texts, length].
 
@@ -102,24 +104,24 @@ def sample(
     if sources is not None:
         name = "decoder_input_ids"
         with torch.inference_mode():
-            inputs = {"encoder_outputs": model.get_encoder()(**reading(model, sources))}
+            inputs = {"encoder_outputs": model.get_encoder()(**source_arguments(model, sources))}
     ids = torch.empty(texts, length, dtype=torch.int64)
     if first is not None:
         ids[:, 0] = first
     else:
-        ids[:, 0] = torch.randint(width(model), (texts,), generator=random)
+        ids[:, 0] = torch.randint(logits_width(model), (texts,), generator=random)
     cache = None
     with torch.inference_mode(), rounding_as_stored():  # any text of similar probability will do
         for i in range(1, length):
-            said(f"token {i + 1} of {length}")
+            report(f"token {i + 1} of {length}")
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
             output = model(**inputs, **last, use_cache=True)
             cache = output.past_key_values
             # Not by `multinomial`, which draws V random numbers per text.
-            below = output.logits[:, -1].float().softmax(-1).cumsum(-1)
-            drawn = torch.rand(texts, 1, generator=random) * below[:, -1:]
-            found = torch.searchsorted(below, drawn, right=True)[:, 0]
-            ids[:, i] = found.clamp_(max=below.shape[1] - 1)
+            cumulative = output.logits[:, -1].float().softmax(-1).cumsum(-1)
+            drawn = torch.rand(texts, 1, generator=random) * cumulative[:, -1:]
+            tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+            ids[:, i] = tokens.clamp_(max=cumulative.shape[1] - 1)
     return ids
 
 
@@ -152,18 +154,20 @@ def measure(slices: Iterable[Slice]) -> Quality:
     return Quality(tokens, max(0.0, kl), error, top1, math.exp(loss), math.exp(full_loss))
 
 
-def windows(ids: Sequence[int], length: int, most: int, first: int | None = None) -> torch.Tensor:
-    """Split a text's tokens into windows, int64 [at most `most`, length]. A last partial window is
-    dropped, unless it is the only one. first: a token to put in front of each. Raises OutriderError
-    "option" for fewer than two tokens."""
+def windows(
+    ids: Sequence[int], length: int, max_count: int, first: int | None = None
+) -> torch.Tensor:
+    """Split a text's tokens into windows, int64 [at most `max_count`, length]. A last partial
+    window is dropped, unless it is the only one. first: a token to put in front of each. Raises
+    OutriderError "option" for fewer than two tokens."""
     if len(ids) < 2:
         cause = f"the text to measure the quality on has fewer than 2 tokens: {len(ids)}"
         raise OutriderError("option", cause, "Give a longer TEXT, or leave it out.")
-    begun = [] if first is None else [first]
-    length = max(1, min(length - len(begun), len(ids)))
-    count = min(most, len(ids) // length)
+    prefix = [] if first is None else [first]
+    length = max(1, min(length - len(prefix), len(ids)))
+    count = min(max_count, len(ids) // length)
     cut = torch.tensor(ids[: count * length]).view(count, length)
-    return torch.cat([torch.tensor([begun] * count, dtype=torch.int64), cut], dim=1)
+    return torch.cat([torch.tensor([prefix] * count, dtype=torch.int64), cut], dim=1)
 
 
 def describe(quality: Quality) -> str:
@@ -175,9 +179,7 @@ def describe(quality: Quality) -> str:
     )
 
 
-def refuse_nonsense(
-    quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS"
-) -> None:
+def check_quality(quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS") -> None:
     """Raise OutriderError "difference" if the KL exceeds `BOUND`. option: the one that set the
     weights."""
     if quality.kl > BOUND[weights]:

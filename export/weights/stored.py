@@ -17,9 +17,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
-from ..decoder import NAME
+from ..decoder import IMPLEMENTATION
 from ..formats.packed import Lazy
-from ..loading import give_back, read, ready
+from ..loading import prepare, read_weights, release_memory
 from .experts import are_experts
 from .layers import Table
 
@@ -36,26 +36,26 @@ def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
 def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load a model that computes in float32, with a `Table` in place of each matrix that the
     checkpoint packs or stores in 16 bits. Raises as `load`."""
-    stored, held = _stored(checkpoint)
-    with _made(stored, held) if stored else nullcontext():
-        model = read(checkpoint, torch.float32, _kept)
-    give_back()  # memory used for unpacking
+    stored, modules = _stored_type(checkpoint)
+    with _create_narrow(stored, modules) if stored else nullcontext():
+        model = read_weights(checkpoint, torch.float32, _as_table)
+    release_memory()  # memory used for unpacking
     if stored is None:
-        return ready(model, checkpoint)
+        return prepare(model, checkpoint)
     tables: dict[int, Table] = {}  # one for tied matrices
     for module in model.modules():
         if are_experts(module):
             experts: Any = module
-            experts.config._experts_implementation = NAME  # which widens them one by one
+            experts.config._experts_implementation = IMPLEMENTATION  # which widens them one by one
             continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.dtype == stored:
                 table = tables.setdefault(id(weight), _table(weight, weight.shape))
                 module._parameters[name] = torch.nn.Parameter(table, requires_grad=False)
-    return ready(model, checkpoint)
+    return prepare(model, checkpoint)
 
 
-def _kept(tensor: Lazy) -> Lazy:
+def _as_table(tensor: Lazy) -> Lazy:
     """A tensor that stays a `Table` if Transformers uses it unchanged, and is dense otherwise."""
     if len(tensor.shape) != 2:
         return tensor
@@ -67,7 +67,7 @@ def _table(rows: Any, shape: Sequence[int]) -> Table:
     return Table.of(lambda which: rows[which].float(), shape, torch.float32, narrow)
 
 
-def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None]:
+def _stored_type(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None]:
     """The 16-bit type of all its matrices, None if there is no such single type; and the names of
     the modules that have one, None if only experts do."""
     if checkpoint.packed:
@@ -79,8 +79,8 @@ def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None
     except Exception:  # noqa: BLE001 - a damaged file, which `load` reports
         return None, set()
     found = set(types.values())
-    held = {name.split(".")[-2] for name in types if name.endswith(".weight")}
-    return _HALF.get(found.pop()) if len(found) == 1 else None, held
+    modules = {name.split(".")[-2] for name in types if name.endswith(".weight")}
+    return _HALF.get(found.pop()) if len(found) == 1 else None, modules
 
 
 def _types(file: Path) -> dict[str, str]:
@@ -99,23 +99,26 @@ def _types(file: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _made(dtype: torch.dtype, held: set[str] | None) -> Iterator[None]:
+def _create_narrow(dtype: torch.dtype, modules: set[str] | None) -> Iterator[None]:
     """Within the context, Transformers creates models whose linear layers, experts and tables have
     this type if the checkpoint stores them. All else, such as computed tables, is not rounded to
     it.
     """
-    plan = PreTrainedModel._get_dtype_plan  # called when the parameters exist, still without values
+    # Called when the parameters exist, still without values.
+    original_plan = PreTrainedModel._get_dtype_plan
 
-    def narrow(model: PreTrainedModel, asked: torch.dtype) -> Any:
+    def narrow_plan(model: PreTrainedModel, requested: torch.dtype) -> Any:
         for path, module in model.named_modules():
-            table = isinstance(module, torch.nn.Embedding) and path.split(".")[-1] in (held or ())
-            matrix = held is not None and (table or type(module) is torch.nn.Linear)
+            table = isinstance(module, torch.nn.Embedding) and path.split(".")[-1] in (
+                modules or ()
+            )
+            matrix = modules is not None and (table or type(module) is torch.nn.Linear)
             for name, weight in [*module.named_parameters(recurse=False)]:
                 if (matrix and name == "weight") or (are_experts(module) and weight.dim() == 3):
                     setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
-        return plan(model, asked)
+        return original_plan(model, requested)
 
-    with patch.object(PreTrainedModel, "_get_dtype_plan", narrow):
+    with patch.object(PreTrainedModel, "_get_dtype_plan", narrow_plan):
         yield
 
 

@@ -15,11 +15,11 @@ from runtime.files.errors import EXIT_STATUS
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Asks for an export that must be refused, and gives the line that says so. Nothing is left."""
 
-    def ask(model: Path | str, *options: str, kind: str = "checkpoint") -> str:
-        status, said = command(capsys, tmp_path, model, *options)
-        assert status == EXIT_STATUS[kind], said
-        error_line(said, kind)
+    def export_refused(model: Path | str, *options: str, kind: str = "checkpoint") -> str:
+        status, output = command(capsys, tmp_path, model, *options)
+        assert status == EXIT_STATUS[kind], output
+        error_line(output, kind)
         assert nothing_left(tmp_path)
-        return said.splitlines()[-1]
+        return output.splitlines()[-1]
 
-    return ask
+    return export_refused

@@ -37,7 +37,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     assert not compare.compare(copy, rough, "float16").passed
     decided = compare.compare(copy, rough, "float16", lambda: exact)
     assert decided.passed
-    assert "from the original in float32" in decided.what
+    assert "from the original in float32" in decided.summary
     # Controls: it is not the rougher yardstick alone that passes, and another model does not.
     rounding = np.abs(rough.logits - exact.logits).max(-1).mean()
     assert decided.mean is not None and decided.mean[0] < 1.1 * rounding
@@ -55,13 +55,13 @@ def test_float64_decides_where_layers_make_roundings_large(
     """Two float32 computations of such a model are ten bounds apart."""
     source = Path(shutil.copytree(workshop.checkpoint("bart"), tmp_path / "checkpoint"))
 
-    def louder(weights: dict[str, torch.Tensor]) -> None:
+    def amplify(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
             weight.mul_(8 if ".layers." in name and weight.dim() > 1 else 1)
 
-    edit_weights(source, louder)
+    edit_weights(source, amplify)
     with traced_once(), monkeypatch.context() as control:
-        control.setattr(part, "_exactly", lambda *_: None)
+        control.setattr(part, "_precise_reference", lambda *_: None)
         refused(source, "--max-len", str(MAX_LEN), kind="difference")
     with traced_once():
         pair = export_pair(str(source), None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path)
@@ -84,7 +84,7 @@ def test_a_lost_window_fails_the_build(
     """A graph that ignores the architecture's mask: right on short texts, wrong on long ones."""
     simplify = graph.simplify
 
-    def lose(traced: ir.Model) -> None:
+    def widen_window(traced: ir.Model) -> None:
         constants = [node for node in traced.graph if "value" in node.attributes]
         values = [node.attributes["value"].as_tensor().numpy() for node in constants]
         (window,) = [i for i, value in enumerate(values) if value.size == 1 and value == WINDOW]
@@ -92,10 +92,10 @@ def test_a_lost_window_fails_the_build(
         constants[window].attributes["value"] = endless
         simplify(traced)
 
-    monkeypatch.setattr(graph, "simplify", lose)
+    monkeypatch.setattr(graph, "simplify", widen_window)
     with traced_once():
-        said = refused(workshop.example("mistral"), "--max-len", str(MAX_LEN), kind="difference")
-    assert "differs from the original" in said
+        message = refused(workshop.example("mistral"), "--max-len", str(MAX_LEN), kind="difference")
+    assert "differs from the original" in message
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_one_wrong_weight_is_seen(
     weights[len(weights) // 2] += value
     weights.tofile(copy / WEIGHTS_FILE)
     assert compare.compare(copy, original, "float32").passed == (value == 0)
-    thrown = original.logits.copy()
-    thrown[0, 5] += 2
-    thrown[1, -1] += 1e3  # which is not computed
-    rounded = replace(original, logits=thrown)
+    distorted = original.logits.copy()
+    distorted[0, 5] += 2
+    distorted[1, -1] += 1e3  # which is not computed
+    rounded = replace(original, logits=distorted)
     found = compare.compare(copy, original, "float32", rounded=rounded)
     assert found.passed == (value == 0)
 
@@ -137,16 +137,16 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
 
     step = original.ids.shape[1] // 2 + 5  # of the first slot; a call of one token
 
-    def found(off: float, mixture: bool = True, at: int = 3) -> compare.Comparison:
+    def compare_with_error(off: float, mixture: bool = True, at: int = 3) -> compare.Comparison:
         logits = original.logits.copy()
         logits[0, at : at + (1 if at == step else positions)] += off
-        far = replace(original, logits=logits, mixture=mixture)
-        rounded = replace(far, logits=logits + 0.5)
-        return compare.compare(folder, far, "float32", rounded=rounded)
+        distorted = replace(original, logits=logits, mixture=mixture)
+        rounded = replace(distorted, logits=logits + 0.5)
+        return compare.compare(folder, distorted, "float32", rounded=rounded)
 
-    assert found(10).passed == (positions == 3)
-    assert ("at 3 positions of a mixture" in found(10).told()) == (positions == 3)
-    assert not found(10, mixture=False).passed
-    assert not found(100).passed
-    assert not found(10, at=step).passed and found(0.9, at=step).passed
-    assert found(0.9, mixture=False).passed
+    assert compare_with_error(10).passed == (positions == 3)
+    assert ("at 3 positions of a mixture" in compare_with_error(10).describe()) == (positions == 3)
+    assert not compare_with_error(10, mixture=False).passed
+    assert not compare_with_error(100).passed
+    assert not compare_with_error(10, at=step).passed and compare_with_error(0.9, at=step).passed
+    assert compare_with_error(0.9, mixture=False).passed

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 from workshop import Workshop
 
 from export.checkpoint import find
-from export.part import Wanted
+from export.part import PartRequest
 from export.weights import quantising, whole
-from export.weights.blocks import Rows, bits_a_weight, quantise8, quantise_rows
-from export.weights.costs import NoCosts, _of_rows, costs, dearest
+from export.weights.blocks import Rows, bits_per_weight, quantise8, quantise_rows
+from export.weights.costs import NoCosts, _row_cost, choose_costliest, costs
 from export.weights.feedback import factor, quantise4
 from export.weights.layers import Table, _Product
 from export.weights.quality import Texts, measure, sample
 from export.weights.quantising import Quantising
-from export.weights.whole import least, quantise_model
+from export.weights.whole import minimum_bits, quantise_model
 from runtime.bundle import load
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import HOST_FILE, read_bundle
@@ -44,9 +44,9 @@ def test_costs_are_the_divergence_that_there_is(
 ) -> None:
     """All of them together, what goes with the dearest, and what goes with the output matrix, which
     is the embedding too. Who forgets a factor of 2 fails, or half of a matrix."""
-    monkeypatch.setattr("export.weights.costs.AT_ONCE", 5000)
+    monkeypatch.setattr("export.weights.costs.LARGE_SLICE", 5000)
     model, dense = trained(), trained()
-    found = quantise_model(model, 4, texts, most=least(model))
+    found = quantise_model(model, 4, texts, max_bits=minimum_bits(model))
     assert {weight.bits for weight in found.values()} == {4}
     weights = {name: dense.get_parameter(name) for name in found}
     layers = {name: [model.get_submodule(name.removesuffix(".weight"))] for name in found}
@@ -56,32 +56,32 @@ def test_costs_are_the_divergence_that_there_is(
     before = _kl(model, texts)
     assert sum(each.values()) == pytest.approx(before, rel=0.25)
     table = each.pop("model.embed_tokens.weight")
-    dear = sorted(each, key=lambda name: each[name])[-8:]
-    gone = sum(each[name] for name in dear)
-    assert table > 0.3 * before and gone > 0.1 * before
+    costliest = sorted(each, key=lambda name: each[name])[-8:]
+    expected_gain = sum(each[name] for name in costliest)
+    assert table > 0.3 * before and expected_gain > 0.1 * before
     for path in ("lm_head", "model.embed_tokens"):
         model.set_submodule(path, dense.get_submodule(path))
     without = _kl(model, texts)
     assert before - without == pytest.approx(table, rel=0.25)
-    for path in (name.removesuffix(".weight") for name in dear):
+    for path in (name.removesuffix(".weight") for name in costliest):
         model.set_submodule(path, dense.get_submodule(path))
-    assert without - _kl(model, texts) == pytest.approx(gone, rel=0.25)
+    assert without - _kl(model, texts) == pytest.approx(expected_gain, rel=0.25)
 
 
 def test_the_output_matrix_is_rounded_by_what_it_sees(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In texts that it was not rounded by."""
-    off = []
+    errors = []
     dense = trained().get_output_embeddings().weight
     for seen in (factor, lambda inputs: None):
         monkeypatch.setattr(whole, "factor", seen)
         model = trained()
-        quantise_model(model, 4, texts, most=least(model))
+        quantise_model(model, 4, texts, max_bits=minimum_bits(model))
         x = model.base_model(texts.ids[-4:]).last_hidden_state
-        lost = model.get_output_embeddings().weight - dense
-        off.append(float((x @ lost.T).square().mean()))
-    assert off[0] < 0.9 * off[1]
+        error = model.get_output_embeddings().weight - dense
+        errors.append(float((x @ error.T).square().mean()))
+    assert errors[0] < 0.9 * errors[1]
 
 
 def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
@@ -89,20 +89,20 @@ def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     table, ids = model.get_input_embeddings(), torch.randint(0, 200, (3, 9))
     full, weight = table(ids), table.weight.clone()
-    quantise_model(model, 4, Texts(ids), most=least(model))
+    quantise_model(model, 4, Texts(ids), max_bits=minimum_bits(model))
     table = model.get_input_embeddings()
     gradient = torch.randn(full.shape)
-    wanted = (gradient * (table(ids) - full)).sum(-1).square().sum()
-    found = _of_rows(gradient, ids, weight, table, table(ids))
-    assert found == pytest.approx(float(wanted), rel=1e-3)
+    request = (gradient * (table(ids) - full)).sum(-1).square().sum()
+    found = _row_cost(gradient, ids, weight, table, table(ids))
+    assert found == pytest.approx(float(request), rel=1e-3)
 
 
 def test_what_there_is_room_for_goes_to_what_costs_the_most(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the cheapest, it would gain next to nothing."""
-    room = least(trained()) + 0.2
-    held: list[float] = []
+    room = minimum_bits(trained()) + 0.2
+    divergences: list[float] = []
     for sign in (1, -1):
 
         def signed(*given: Any, sign: int = sign) -> dict[str, float]:
@@ -110,31 +110,33 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
 
         monkeypatch.setattr(whole, "costs", signed)
         model = trained()
-        found = quantise_model(model, 4, texts, most=room)
-        assert room - 0.05 < bits_a_weight(found.values()) <= room
-        held.append(_kl(model, texts))
+        found = quantise_model(model, 4, texts, max_bits=room)
+        assert room - 0.05 < bits_per_weight(found.values()) <= room
+        divergences.append(_kl(model, texts))
     model = trained()
-    assert bits_a_weight(
-        quantise_model(model, 4, texts, most=room - 0.2).values()
+    assert bits_per_weight(
+        quantise_model(model, 4, texts, max_bits=room - 0.2).values()
     ) == pytest.approx(room - 0.2)
-    none = _kl(model, texts)
-    assert held[0] < 0.95 * none and none - held[0] > 4 * (none - held[1])
+    without = _kl(model, texts)
+    assert divergences[0] < 0.95 * without and without - divergences[0] > 4 * (
+        without - divergences[1]
+    )
 
 
 def test_what_does_not_fit_leaves_its_room_to_others() -> None:
     each = {"a": 9.0, "b": 5.0, "c": 4.0, "d": 1.0}
     sizes = {"a": 10, "b": 1, "c": 2, "d": 3}
-    assert dearest(each, sizes, 13.5) == ["b", "c", "a"]
-    assert dearest(each, sizes, 6) == ["b", "c", "d"]
-    assert dearest(each, sizes, 0.5) == []
+    assert choose_costliest(each, sizes, 13.5) == ["b", "c", "a"]
+    assert choose_costliest(each, sizes, 6) == ["b", "c", "d"]
+    assert choose_costliest(each, sizes, 0.5) == []
     # What is half of the whole goes first where the others leave it no room, and cost less.
-    assert dearest(each, sizes, 10) == ["b", "c", "d"]
-    assert dearest({**each, "a": 11.0}, sizes, 10) == ["a"]
-    assert dearest(each, sizes, 12.5) == ["a", "b"]
+    assert choose_costliest(each, sizes, 10) == ["b", "c", "d"]
+    assert choose_costliest({**each, "a": 11.0}, sizes, 10) == ["a"]
+    assert choose_costliest(each, sizes, 12.5) == ["a", "b"]
     # Or two such, though what is small shuts one of them out.
     large = {"a": 10.0, "b": 9.0, **{f"{i}": 0.1 for i in range(50)}, "c": 2.0}
     sizes = {**dict.fromkeys(large, 1), "a": 10, "b": 10, "c": 1}
-    assert {"a", "b"} == {*dearest({**large, "c": 1.1}, sizes, 20)}
+    assert {"a", "b"} == {*choose_costliest({**large, "c": 1.1}, sizes, 20)}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3-moe", "gemma4", "deepseek3"])
@@ -146,9 +148,9 @@ def test_models_of_all_kinds_have_costs(name: str) -> None:
     model = kind.from_config(config).eval()
     ids = torch.randint(1, 200, (4, 12))
     texts = Texts(ids, ids if config.is_encoder_decoder else None)
-    found = quantise_model(model, 4, texts, most=7.9)
+    found = quantise_model(model, 4, texts, max_bits=7.9)
     eight = {path for path, weight in found.items() if weight.bits == 8}
-    assert 7 < bits_a_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
+    assert 7 < bits_per_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
     assert not any(path.endswith("experts.down_proj") for path in eight)
     sides = ["encoder", "decoder"] if config.is_encoder_decoder else ["layers", "h."]
     assert any(any(side in path for side in sides) for path in eight)
@@ -163,13 +165,13 @@ def test_a_layer_that_several_have_costs_once() -> None:
     layers[1].mlp = layers[0].mlp  # type: ignore[index,union-attr]
     texts, given = Texts(torch.randint(1, 200, (2, 9))), {}
 
-    def keep(*asked: Any) -> dict[str, float]:
-        given.update(asked[2])
-        return costs(*asked)
+    def keep(*arguments: Any) -> dict[str, float]:
+        given.update(arguments[2])
+        return costs(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "costs", keep)
-        quantise_model(model, 4, texts, most=5)
+        quantise_model(model, 4, texts, max_bits=5)
     shared = [layers for name, layers in given.items() if "mlp" in name]
     assert shared and all(len(layers) == 1 for layers in shared)
 
@@ -182,18 +184,18 @@ def test_in_half_precision_8_bits_are_rows_and_biases_stay(name: str) -> None:
     biases = {path: value.clone() for path, value in model.named_parameters() if "bias" in path}
     ids = torch.randint(1, 200, (4, 12))
     before = model(input_ids=ids).logits
-    found = quantise_model(model, 4, Texts(ids), rows="int8", most=7.5)
-    assert 7 < bits_a_weight(found.values()) <= 7.5
+    found = quantise_model(model, 4, Texts(ids), rows="int8", max_bits=7.5)
+    assert 7 < bits_per_weight(found.values()) <= 7.5
     for weight in found.values():
         assert (weight.scales.shape[1] == 1) == (weight.bits == 8)
     dense = torch.randn(20, 70)
     for rows, eight in (("int8", quantise_rows(dense, "int8")), (None, quantise8(dense))):
-        more = whole._more(quantise4(dense), rows)  # type: ignore[arg-type]
+        more = whole._extra_bytes(quantise4(dense), rows)  # type: ignore[arg-type]
         assert more == eight.size - quantise4(dense).size
     for columns in (16, 31, 32, 34):
         dense = torch.randn(8, columns)
         taken = quantise_rows(dense, "int8").size - quantise4(dense).size
-        assert whole._more(quantise4(dense), "int8") == max(1, taken)
+        assert whole._extra_bytes(quantise4(dense), "int8") == max(1, taken)
     after = model(input_ids=ids).logits
     assert after.dtype == torch.bfloat16
     assert (after - before).abs().max() < 0.2 * before.abs().max()
@@ -205,9 +207,9 @@ def test_rows_that_fill_no_blocks_take_more() -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 2}
     config = LlamaConfig(**sizes, vocab_size=99, num_hidden_layers=1, num_key_value_heads=1)
     model = AutoModelForCausalLM.from_config(config).eval()
-    bits = least(model)
-    found = quantise_model(model, 4, Texts(torch.randint(1, 99, (2, 9))), most=bits)
-    assert 4.5 < bits == pytest.approx(bits_a_weight(found.values()))
+    bits = minimum_bits(model)
+    found = quantise_model(model, 4, Texts(torch.randint(1, 99, (2, 9))), max_bits=bits)
+    assert 4.5 < bits == pytest.approx(bits_per_weight(found.values()))
 
 
 def test_a_gradient_goes_through_what_is_made_for_it() -> None:
@@ -234,12 +236,12 @@ def test_what_has_no_gradients_is_refused(texts: Texts, monkeypatch: pytest.Monk
     last: Any = model.base_model.norm
     last.register_forward_hook(lambda *given: given[-1].detach())
     with pytest.raises(NoCosts, match="does not require grad"):
-        quantise_model(model, 4, texts, most=8)
+        quantise_model(model, 4, texts, max_bits=8)
     model = trained()
     last = model.base_model.norm
     last.register_forward_hook(lambda *given: given[-1] + (given[-1] * 0).sqrt())
     with pytest.raises(NoCosts, match="NaN or infinite"):
-        quantise_model(model, 4, texts, most=8)
+        quantise_model(model, 4, texts, max_bits=8)
 
 
 def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
@@ -253,7 +255,7 @@ def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
     def quantised(rows: Rows | None = None) -> tuple[set[str], int]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(ARCHITECTURES["qwen2"]()).eval()
-        found = quantise_model(model, 4, texts, rows=rows, chose_not=why.append)
+        found = quantise_model(model, 4, texts, rows=rows, report_unranked=why.append)
         eight = {name for name, weight in found.items() if weight.bits == 8}
         return eight, sum(weight.size for weight in found.values())
 
@@ -279,13 +281,15 @@ def test_what_the_output_matrix_sees_may_be_something_else(texts: Texts) -> None
     """Some models have a layer between, others a number."""
     model = trained()
     last = model.base_model(texts.ids).last_hidden_state.flatten(0, -2)
-    assert whole._sees(model, last, texts) and not whole._sees(model, None, texts)
-    assert not whole._sees(model, last[:, 1:], texts)
+    assert whole._reads_last_states(model, last, texts) and not whole._reads_last_states(
+        model, None, texts
+    )
+    assert not whole._reads_last_states(model, last[:, 1:], texts)
     head: Any = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, x: (3 * x[0],))
-    assert whole._sees(model, last, texts)
+    assert whole._reads_last_states(model, last, texts)
     head.register_forward_pre_hook(lambda module, x: (x[0].flip(-1),))
-    assert not whole._sees(model, last, texts)
+    assert not whole._reads_last_states(model, last, texts)
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "gemma4"])
@@ -294,7 +298,7 @@ def test_rows_of_few_numbers_take_what_they_take(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=torch.float16).eval()
     texts = Texts(torch.randint(1, 200, (4, 12)))
-    assert bits_a_weight(quantise_model(model, 4, texts, rows="int8", most=6).values()) <= 6
+    assert bits_per_weight(quantise_model(model, 4, texts, rows="int8", max_bits=6).values()) <= 6
 
 
 def test_nothing_is_asked_where_there_is_no_choice(
@@ -302,7 +306,7 @@ def test_nothing_is_asked_where_there_is_no_choice(
 ) -> None:
     """All but the output matrix lies on levels already, or it alone does."""
     model = trained()
-    first = quantise_model(model, 4, texts, most=least(model))
+    first = quantise_model(model, 4, texts, max_bits=minimum_bits(model))
     monkeypatch.setattr(whole, "costs", None)
     table = "model.embed_tokens.weight"
     for on_levels in ({*first} - {table}, {table}):
@@ -336,7 +340,7 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cause", "remedy"),
+    ("options", "cause", "remedy"),
     [
         ("--bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is full", "Set WEIGHTS=int4"),
         ("--weights int8 --bits 5", "BITS=5 requires WEIGHTS=int4, but WEIGHTS is int8", "Set"),
@@ -346,10 +350,10 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
     ],
 )
 def test_bits_that_nothing_can_have_are_refused(
-    workshop: Workshop, refused: Refused, asked: str, cause: str, remedy: str
+    workshop: Workshop, refused: Refused, options: str, cause: str, remedy: str
 ) -> None:
-    said = refused(workshop.checkpoint("llama"), *asked.split(), kind="option")
-    assert cause in said and remedy in said
+    message = refused(workshop.checkpoint("llama"), *options.split(), kind="option")
+    assert cause in message and remedy in message
 
 
 def test_a_model_that_cannot_have_them_is_refused_by_name(
@@ -357,7 +361,7 @@ def test_a_model_that_cannot_have_them_is_refused_by_name(
 ) -> None:
     """Rows that fill no block take more; and a cost is told by gradients."""
     with monkeypatch.context() as patch:
-        patch.setattr(quantising, "least", lambda model: 4.87)
+        patch.setattr(quantising, "minimum_bits", lambda model: 4.87)
         with pytest.raises(OutriderError, match=r"take 4\.87 bits each") as error:
             workshop.graphs(workshop.checkpoint("llama"), weights="int4", bits=4.75)
     assert error.value.remedy == "Build with BITS=4.9 or more, or without BITS."
@@ -376,29 +380,30 @@ def test_a_target_far_from_its_model_is_told_what_loses_less(
 ) -> None:
     checkpoint, ids = find(str(workshop.checkpoint("llama"))), torch.randint(1, 9, (2, 9))
     lower, only = "BITS=5.6 or WEIGHTS=int8 loses less", "for a target: WEIGHTS=int8 loses less"
-    for role, bits, noise, more, told in (
+    for role, bits, noise, more, advice in (
         ("target", None, 0.5, 5.4, lower), ("target", None, 0.01, 5.4, None),
         ("target", None, 0.5, 6.3, "BITS=6.3 or"), ("target", None, 0.5, 8.2, only),
         ("target", 6.0, 0.5, 5.4, None), ("draft", None, 0.5, 5.4, None),
     ):  # fmt: skip
-        quantising = Quantising(role, "int4", checkpoint, None, shares=False, bits=bits)
-        quantising._texts, quantising._each, quantising._next = Texts(ids), 5.34, more
-        quantising._full = torch.randn(2, 9, 50)
-        quantising._said = quantising._full + noise * torch.randn(2, 9, 50)
+        quantising = Quantising(role, "int4", checkpoint, None, shares_encoder=False, bits=bits)
+        quantising._texts, quantising._bits_per_weight = Texts(ids), 5.34
+        quantising._next_bits_per_weight = more
+        quantising._full_logits = torch.randn(2, 9, 50)
+        quantising._quantised_logits = quantising._full_logits + noise * torch.randn(2, 9, 50)
         quantising.measure(None, "float32")
-        said = capsys.readouterr().err
-        assert told in said if told else not said.count("note:")
+        output = capsys.readouterr().err
+        assert advice in output if advice else not output.count("note:")
 
 
 def test_where_the_next_matrix_has_8_bits_is_known() -> None:
     small, large, eight = (torch.randn(rows, 64) for rows in (8, 32, 16))
     found = [quantise4(large), quantise4(small), quantise8(eight)]
     more = [quantise4(large), quantise8(small), quantise8(eight)]
-    assert quantising._with_one_more(found) == pytest.approx(bits_a_weight(more))
-    assert quantising._with_one_more(more[1:]) == bits_a_weight(more[1:])
+    assert quantising._bits_with_one_more(found) == pytest.approx(bits_per_weight(more))
+    assert quantising._bits_with_one_more(more[1:]) == bits_per_weight(more[1:])
 
 
 def test_other_bits_are_another_graph(workshop: Workshop) -> None:
     checkpoint = find(str(workshop.checkpoint("llama")))
-    wanted = Wanted("target", checkpoint, "float32", 64, 72, 4, weights="int4")
-    assert len({replace(wanted, bits=bits).key() for bits in (None, 5.0, 5.5)}) == 3
+    request = PartRequest("target", checkpoint, "float32", 64, 72, 4, weights="int4")
+    assert len({replace(request, bits=bits).key() for bits in (None, 5.0, 5.5)}) == 3

@@ -17,8 +17,8 @@ from workshop import Workshop
 from engines import aotinductor
 from engines.bundle import build, supported_features
 from engines.registry import BACKENDS
-from export.checkpoint import find, same_encoder
-from export.encoder import _number
+from export.checkpoint import find, has_same_encoder
+from export.encoder import _number_positions
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import ENCODER_DECODERS
 
@@ -39,7 +39,7 @@ def test_what_a_configuration_says_of_an_encoder(
     target = workshop.checkpoint("t5")
     other = Path(shutil.copytree(target, tmp_path / "other"))
     edit_json(other / "config.json", **change)
-    assert same_encoder(find(str(target)), find(str(other))) is same
+    assert has_same_encoder(find(str(target)), find(str(other))) is same
 
 
 def test_an_embedding_by_another_name_is_none_to_compare(
@@ -48,13 +48,13 @@ def test_an_embedding_by_another_name_is_none_to_compare(
     """Of tied matrices a file may have the output's alone."""
     target, names = workshop.checkpoint("t5"), ("shared.weight", "lm_head.weight")
     folders = [Path(shutil.copytree(target, tmp_path / name)) for name in names]
-    assert same_encoder(*(find(str(folder)) for folder in folders))
+    assert has_same_encoder(*(find(str(folder)) for folder in folders))
     for name, folder in zip(names, folders, strict=True):
         weights = load_file(target / "model.safetensors")
         weights[name] = weights.pop("shared.weight")
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     tied = find(str(folders[1]))
-    assert not same_encoder(tied, tied)
+    assert not has_same_encoder(tied, tied)
 
 
 @pytest.mark.slow
@@ -65,7 +65,8 @@ def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
         parts = torch.tensor([[5, 0, 6, 7]]).split(widths, dim=1)
         begins = torch.tensor([sum(widths[:i]) for i in range(len(widths))])
         found = [
-            _number(None, None, x, 0, b[None, None]) for x, b in zip(parts, begins, strict=True)
+            _number_positions(None, None, x, 0, b[None, None])
+            for x, b in zip(parts, begins, strict=True)
         ]
         return torch.cat(found, dim=1)[0].tolist()
 
@@ -153,8 +154,8 @@ def test_a_draft_that_reads_other_features(
 ) -> None:
     target = workshop.checkpoint("whisper")
     other = with_features(target, tmp_path / "other", feature_size=16)
-    said = refused(target, "--draft", str(other), kind="architecture")
-    assert "reads 8 x 16 log-mel features, but its draft other reads 16 x 16" in said
+    message = refused(target, "--draft", str(other), kind="architecture")
+    assert "reads 8 x 16 log-mel features, but its draft other reads 16 x 16" in message
 
 
 def test_a_text_is_nothing_to_measure_it_on(
@@ -162,5 +163,5 @@ def test_a_text_is_nothing_to_measure_it_on(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("This is what was said. " * 40)
-    asked = ("--weights", "int8", "--text", str(text))
-    assert "reads audio" in refused(workshop.checkpoint("whisper"), *asked, kind="option")
+    options = ("--weights", "int8", "--text", str(text))
+    assert "reads audio" in refused(workshop.checkpoint("whisper"), *options, kind="option")

@@ -133,9 +133,9 @@ def test_weights_that_numpy_cannot_write(tmp_path: Path) -> None:
     made = ir.Graph([], [], nodes=[], initializers=[ir.Value(name="w", const_value=array)])
     model = ir.Model(made, ir_version=10)
     simplified.write_model(model, tmp_path / GRAPH_FILE, WEIGHTS_FILE)
-    with limited_files(65536), pytest.raises(OutriderError, match="bin cannot be written") as said:
+    with limited_files(65536), pytest.raises(OutriderError, match="bin cannot be written") as error:
         simplified.write_model(model, tmp_path / "again.onnx", "again.bin")
-    assert said.value.kind == "disk"
+    assert error.value.kind == "disk"
 
 
 @pytest.mark.parametrize("name", WALKED)

@@ -95,10 +95,10 @@ def test_a_norm_reads_the_type_of_its_scale() -> None:
     )
     norm = ir.node("RMSNormalization", [x, scale])
     model = ir.Model(ir.Graph([x, scale], norm.outputs, nodes=[norm]), ir_version=11)
-    export.fusion._match_norms(model)
+    export.fusion._match_norm_types(model)
     assert [node.op_type for node in model.graph] == ["Cast", "RMSNormalization"]
     assert norm.inputs[0] is not None and norm.inputs[0].dtype == FLOAT
-    export.fusion._match_norms(model)
+    export.fusion._match_norm_types(model)
     assert len(model.graph) == 2, "once is enough"
 
 
@@ -110,9 +110,9 @@ def test_control_a_norm_of_two_types_is_refused(
     source = workshop.checkpoint("gemma2")
     norms = of_type(workshop.graphs(source, dtype="float16"), "RMSNormalization")
     assert len(norms) == 4 * LAYERS + 1
-    monkeypatch.setattr(export.fusion, "_match_norms", lambda model: None)
-    said = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")
-    assert "ONNX Runtime cannot run the float16 graph" in said
+    monkeypatch.setattr(export.fusion, "_match_norm_types", lambda model: None)
+    message = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")
+    assert "ONNX Runtime cannot run the float16 graph" in message
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from export import compare
 from export.host import attention, observing
 from export.host.attention import NotLowered
 from export.host.checked import write_checked
-from export.host.observing import AHEAD
+from export.host.observing import BIAS_PADDING
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
@@ -34,7 +34,7 @@ CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # numbers a position; caches of other layers. Scaled tables; learned positions; norms of turned
 # heads; sinks; latents; part of a head, and neighbours, rotated. Biases of distances; an encoder;
 # one of sound.
-LOWERED = cases(
+LOWERED_ARCHITECTURES = cases(
     ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "qwen2.5-vl", "gemma4", "t5",
      "whisper"],
     [
@@ -42,29 +42,29 @@ LOWERED = cases(
         "stablelm", "olmo2", *(name for name in WITH_ENCODER if name != "t5"),
     ],
 )  # fmt: skip
-TURNED_BACK = {"gpt-neox", "cohere", "deepseek3"}  # rotated by nodes of their own
-WIDER = {"head_dim": 520}  # than the operator's heads
+ROTATED_BY_OTHER_NODES = {"gpt-neox", "cohere", "deepseek3"}  # rotated by nodes of their own
+TOO_WIDE = {"head_dim": 520}  # than the operator's heads
 # Its experts and a fourth layer take twice as long to trace, and their attention is nothing new.
-LESS = {
+SMALL_GEMMA4 = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", *["full_attention"] * 2],
     "num_kv_shared_layers": 1, "enable_moe_block": False,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", LOWERED_ARCHITECTURES)
 def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: str) -> None:
-    reading = int(name == "gemma4")  # layers
-    source = workshop.checkpoint(name, **LESS) if reading else workshop.example(name)
+    shared_layers = int(name == "gemma4")  # layers
+    source = workshop.checkpoint(name, **SMALL_GEMMA4) if shared_layers else workshop.example(name)
     folder = workshop.graphs(source)
     found, facts = nodes(folder, HOST_FILE), read_pair(folder).target
-    assert found["outrider.Attention"] == len(facts.key_shapes) + reading
+    assert found["outrider.Attention"] == len(facts.key_shapes) + shared_layers
     made = of_type(folder, "Attention", HOST_FILE)
-    assert [len(node.output) for node in made].count(1) == reading
+    assert [len(node.output) for node in made].count(1) == shared_layers
     of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
     assert found["outrider.SourceAttention"] == of_source
     assert not found.keys() & {".Attention", ".TensorScatter"}
     assert name == "cohere" or not found[".ReduceMean"]  # a norm is one node too
-    assert name in TURNED_BACK or not found.keys() & {".RotaryEmbedding", ".Neg"}
+    assert name in ROTATED_BY_OTHER_NODES or not found.keys() & {".RotaryEmbedding", ".Neg"}
     # Nothing else is computed of all rows, in any backend.
     written = {node.output[0] for node in of_type(folder, "TensorScatter")}
     readers = {node.op_type for node in graph(folder).graph.node if written & {*node.input}}
@@ -84,7 +84,7 @@ def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
 
 
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop) -> None:
-    folder = workshop.graphs(workshop.checkpoint("llama", **WIDER))
+    folder = workshop.graphs(workshop.checkpoint("llama", **TOO_WIDE))
     assert not (folder / "target" / HOST_FILE).exists()
     assert HOST_FILE not in read_pair(folder).target.files
 
@@ -122,7 +122,7 @@ def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
     return np.concatenate(found, axis=1)
 
 
-def tell(
+def logits_in_calls(
     engine: OrtEngine, width: int, neighbours: int = 0, rows: int = 0
 ) -> npt.NDArray[np.float32]:
     """Logits [48, V] of one text in calls of this width, last in a block of slots whose other texts
@@ -157,13 +157,15 @@ def test_bits_do_not_depend_on_the_call(
 ) -> None:
     """Width, chunk, neighbours, threads and rows: the logits of a text stay what they are."""
     folder = workshop.graphs(workshop.example(name), **options) / "target"
-    want = tell(engine(folder), 16)
+    want = logits_in_calls(engine(folder), 16)
     for width in (1, 2, 3, 5, 9, 48):
-        assert (tell(engine(folder), width) == want).all(), f"width {width}"
-    assert (tell(engine(folder, slots=4), 5, neighbours=3) == want).all()
-    assert (tell(engine(folder, slots=4, threads=2), 16, neighbours=3, rows=140) == want).all()
+        assert (logits_in_calls(engine(folder), width) == want).all(), f"width {width}"
+    assert (logits_in_calls(engine(folder, slots=4), 5, neighbours=3) == want).all()
+    assert (
+        logits_in_calls(engine(folder, slots=4, threads=2), 16, neighbours=3, rows=140) == want
+    ).all()
     if not options:  # A control: another order of the same sums is seen.
-        assert (tell(engine(folder, host=False), 16) != want).any()
+        assert (logits_in_calls(engine(folder, host=False), 16) != want).any()
 
 
 def test_rows_of_eight_bits(workshop: Workshop) -> None:
@@ -201,7 +203,7 @@ def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_pa
     [
         ({}, {"dtype": "float16"}, "is supported only by ONNX Runtime on the CPU"),
         ({}, {"form": "torch"}, "is supported only by ONNX Runtime on the CPU"),
-        (WIDER, {}, "needs the graph for the CPU"),
+        (TOO_WIDE, {}, "needs the graph for the CPU"),
     ],
 )
 def test_rows_of_eight_bits_are_for_this_graph_alone(
@@ -227,10 +229,14 @@ def test_it_is_run_wherever_the_library_is(
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "wrong"),
+    ("name", "function", "wrong"),
     [
         ("mistral", "window_of", lambda mask, queries: 0),
-        ("t5", "bias_of", lambda scores, queries: np.zeros((4, CAPACITY + AHEAD), np.float32)),
+        (
+            "t5",
+            "bias_of",
+            lambda scores, queries: np.zeros((4, CAPACITY + BIAS_PADDING), np.float32),
+        ),
     ],
 )
 def test_what_is_told_wrong_is_found_out(
@@ -238,7 +244,7 @@ def test_what_is_told_wrong_is_found_out(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    told: str,
+    function: str,
     wrong: Any,
 ) -> None:
     """A control: what is kept is what agrees with the original."""
@@ -246,11 +252,11 @@ def test_what_is_told_wrong_is_found_out(
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     model = kind.from_pretrained(source, attn_implementation="eager").eval()
-    said = compare.reference(model, CAPACITY)
-    assert "nodes, largest difference" in write_checked(folder, said, None, None, CAPACITY)
+    reference = compare.reference(model, CAPACITY)
+    assert "nodes, largest difference" in write_checked(folder, reference, None, None, CAPACITY)
     assert (folder / HOST_FILE).exists()
-    monkeypatch.setattr(observing, told, wrong)
-    assert "none: it would differ by" in write_checked(folder, said, None, None, CAPACITY)
+    monkeypatch.setattr(observing, function, wrong)
+    assert "none: it would differ by" in write_checked(folder, reference, None, None, CAPACITY)
     assert not (folder / HOST_FILE).exists()
 
 
@@ -262,7 +268,7 @@ def test_a_norm_of_each_head_stays_behind_the_turn(scale: list[int], moved: bool
     turn = ir.node("Transpose", [rows], {"perm": (0, 2, 1, 3)})
     norm = ir.node("RMSNormalization", [turn.outputs[0], weight])
     whole = ir.Graph([rows, weight], norm.outputs, nodes=[turn, norm], opset_imports={"": 24})
-    found = attention._rows(ir.Model(whole, ir_version=10), norm.outputs[0])
+    found = attention._untransposed_rows(ir.Model(whole, ir_version=10), norm.outputs[0])
     assert (found is not None) == moved
 
 

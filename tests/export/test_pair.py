@@ -42,10 +42,10 @@ def test_a_pair_of_different_tokenizers(workshop: Workshop, refused: Refused) ->
     other = [*TOKENS]
     other[139], other[140], other[141] = TOKENS[141], TOKENS[139], TOKENS[140]
     draft = workshop.checkpoint(TIED, tokens=tuple(other))
-    said = refused(workshop.checkpoint(UNTIED), "--draft", str(draft), kind="vocabulary")
+    message = refused(workshop.checkpoint(UNTIED), "--draft", str(draft), kind="vocabulary")
     assert (
         f"id 139 is {TOKENS[139]!r} in the target and {TOKENS[141]!r} in the draft (first of 3)"
-    ) in said
+    ) in message
 
 
 def test_a_narrower_draft_and_padding(workshop: Workshop) -> None:
@@ -57,8 +57,8 @@ def test_a_narrower_draft_and_padding(workshop: Workshop) -> None:
     pair = read_pair(workshop.graphs(target, draft))
     assert pair.draft is not None
     assert (pair.vocab_size, pair.target.vocab_size, pair.draft.vocab_size) == (264, 320, 260)
-    said = vocabulary.check_same_tokens(tokenizer(tokens), tokenizer(), 260)
-    assert said.startswith("7 of the target's tokens")
+    summary = vocabulary.check_same_tokens(tokenizer(tokens), tokenizer(), 260)
+    assert summary.startswith("7 of the target's tokens")
 
 
 def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
@@ -97,19 +97,19 @@ def test_end_of_text_ids(
         assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
 
 
-@pytest.mark.parametrize(("architecture", "named"), [(TIED, 4), ("t5", 3)])
+@pytest.mark.parametrize(("architecture", "count"), [(TIED, 4), ("t5", 3)])
 def test_what_a_bundle_does_not_carry_is_named(
-    tmp_path: Path, architecture: str, named: int
+    tmp_path: Path, architecture: str, count: int
 ) -> None:
     """A decoder's first token is forced where the prompt has one: not here."""
     folder = write(tmp_path / "checkpoint", architecture)
-    asked = {
+    settings = {
         "typical_p": 0.5, "early_stopping": True, "renormalize_logits": True,
         "forced_bos_token_id": 6,
     }  # fmt: skip
-    edit_json(folder / "generation_config.json", **asked)
-    said = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
-    assert said == dict([*asked.items()][:named])
+    edit_json(folder / "generation_config.json", **settings)
+    ignored_settings = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
+    assert ignored_settings == dict([*settings.items()][:count])
 
 
 @pytest.mark.parametrize("architecture", [TIED, "bart"])
@@ -117,18 +117,18 @@ def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architec
     """As Transformers has it, whose configurations throw these fields away. Fault: a BART without
     generation_config.json did not begin as it should, and repeated itself."""
     folder = write(tmp_path / "checkpoint", architecture)
-    asked = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "forced_bos_token_id": 5}
+    settings = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "forced_bos_token_id": 5}
     (folder / "generation_config.json").unlink()
-    edit_json(folder / "config.json", **asked, num_beams=4)
+    edit_json(folder / "config.json", **settings, num_beams=4)
     found = checkpoint.find(str(folder))
     kind = AutoModelForSeq2SeqLM if found.has_encoder else AutoModelForCausalLM
-    theirs, rules = kind.from_pretrained(folder).generation_config, vocabulary.rules(found)
+    expected, rules = kind.from_pretrained(folder).generation_config, vocabulary.text_rules(found)
     assert rules and (rules.no_repeat_ngram_size, rules.bad_words_ids) == (3, [[7]])
-    assert rules.forced_eos_token_id == theirs.forced_eos_token_id
-    named = vocabulary.sampling_defaults(found)
-    assert named["num_beams"] == theirs.num_beams == 4
+    assert rules.forced_eos_token_id == expected.forced_eos_token_id
+    ignored_settings = vocabulary.sampling_defaults(found)
+    assert ignored_settings["num_beams"] == expected.num_beams == 4
     if found.has_encoder:
-        assert vocabulary.start_ids(found) == [theirs.decoder_start_token_id, 5]
+        assert vocabulary.start_ids(found) == [expected.decoder_start_token_id, 5]
 
 
 @pytest.mark.parametrize("of_text", [9, None])
@@ -160,9 +160,9 @@ def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: 
     assert (plain.chat_template, plain.vocab_size) == (False, VOCAB_SIZE)
     copy = Path(shutil.copytree(workshop.checkpoint(TIED), tmp_path / "checkpoint"))
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ eos_token }}"
-    words = tokenizer()
-    words.chat_template = template
-    words.save_pretrained(copy)
+    tokenizer_with_template = tokenizer()
+    tokenizer_with_template.chat_template = template
+    tokenizer_with_template.save_pretrained(copy)
     out = workshop.graphs(copy)  # the graph is the cached one: words are no part of it
     pair = read_pair(out)
     assert pair.tokenizer.chat_template
@@ -172,7 +172,9 @@ def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: 
     build(out, tmp_path / "bundle", backend="onnxruntime", slots=1)
     engine = load(tmp_path / "bundle")
     assert engine.tokenizer.render_chat([{"role": "user", "content": "hi"}]) == f"<hi>{TOKENS[0]}"
-    assert engine.tokenizer.encode("hi") == words.encode("hi", add_special_tokens=False)
+    assert engine.tokenizer.encode("hi") == tokenizer_with_template.encode(
+        "hi", add_special_tokens=False
+    )
 
 
 def test_parts_are_found_again_by_what_they_are_made_from(
@@ -186,13 +188,13 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     shutil.copytree(workshop.graphs(workshop.checkpoint(TIED)), tmp_path / "first")
     key = read_pair(tmp_path / "first").target.key
     shutil.copytree(workshop.cache / key[:16], cache / key[:16])
-    made: list[str] = []
+    exported_keys: list[str] = []
 
-    def again(*arguments: object) -> None:
-        made.append(str(arguments[-1]))
+    def record_export(*arguments: object) -> None:
+        exported_keys.append(str(arguments[-1]))
         raise StopIteration  # it would be exported
 
-    monkeypatch.setattr(part, "_export", again)
+    monkeypatch.setattr(part, "_export", record_export)
 
     def export_again(**options: object) -> Pair | None:
         options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": cache, **options}
@@ -202,14 +204,14 @@ def test_parts_are_found_again_by_what_they_are_made_from(
             return None
 
     assert export_again() == read_pair(tmp_path / "first")
-    assert made == []
+    assert exported_keys == []
     assert f"cached (key {key[:8]})" in capsys.readouterr().err
     for changed in ({"max_len": MAX_LEN - 1}, {"max_gamma": 4}, {"dtype": "float16"}):
         assert export_again(**changed) is None
         assert "cached" not in capsys.readouterr().err
-    assert len({key, *made}) == 4
+    assert len({key, *exported_keys}) == 4
     assert export_again(force=True) is None
-    assert made[3:] == [key]
+    assert exported_keys[3:] == [key]
     # One weight less precise than it was.
     weights = source / "model.safetensors"
     intact = weights.read_bytes()
@@ -274,7 +276,7 @@ from pathlib import Path
 import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
 from export.weights import quality
 
-quality.refuse_nonsense = lambda *_: None  # random weights are nonsense to begin with
+quality.check_quality = lambda *_: None  # random weights are nonsense to begin with
 
 def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -99,58 +99,60 @@ def halves(workshop: Workshop, tmp_path: Path, request: pytest.FixtureRequest) -
     return folders
 
 
-@pytest.mark.parametrize(("halves", "stay"), [("qwen3-moe", 8), ("gemma", 9)], indirect=["halves"])
+@pytest.mark.parametrize(
+    ("halves", "table_count"), [("qwen3-moe", 8), ("gemma", 9)], indirect=["halves"]
+)
 def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
-    halves: list[Path], stay: int, monkeypatch: pytest.MonkeyPatch
+    halves: list[Path], table_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the levels are those of 32, written in pieces or at once. Gemma rounds a factor if it is
-    made in 16 bits. stay: how many matrices, a layer's experts as one."""
-    stored: list[int] = []
+    made in 16 bits. table_count: of matrices, a layer's experts as one."""
+    table_counts: list[int] = []
 
     def counted(model: torch.nn.Module, *given: Any, **more: Any) -> Any:
-        stored.append(sum(map(_narrow, model.parameters())))
+        table_counts.append(sum(map(_is_narrow, model.parameters())))
         return quantise_model(model, *given, **more)
 
     monkeypatch.setattr(quantising, "quantise_model", counted)
     made = []
     for half, at_once in zip(halves, (1, 1 << 22), strict=True):
-        monkeypatch.setattr(operators, "AT_ONCE", at_once)
+        monkeypatch.setattr(operators, "LARGE_SLICE", at_once)
         options = {"max_len": MAX_LEN, "weights": "int8", "cache": half.parent / "cache"}
         with traced_once():
             pair = export_pair(str(half), None, half.parent / "out", **options)
         made.append(pair.target.files)
-    assert stored == [stay, 0]
+    assert table_counts == [table_count, 0]
     for file in (WEIGHTS_FILE, HOST_WEIGHTS_FILE):
         assert made[0][file].sha256 == made[1][file].sha256
 
 
 @pytest.mark.parametrize(
-    ("name", "stay", "file"),
+    ("name", "table_count", "file"),
     [("llama", 15, "model.safetensors"), ("qwen2.5-vl", 16, "pytorch_model.bin")],
 )
 def test_what_is_no_matrix_of_sixteen_bits_is_not_rounded(
-    workshop: Workshop, tmp_path: Path, name: str, stay: int, file: str
+    workshop: Workshop, tmp_path: Path, name: str, table_count: int, file: str
 ) -> None:
     """Norms beside them have 32; a table is asked by rows; what sees is let go of. Fault: of a file
     with the output matrix's name alone, the table that is tied to it was as narrow."""
     folder = Path(shutil.copytree(workshop.checkpoint(name), tmp_path / "mixed"))
-    held = load_file(folder / "model.safetensors")
+    stored_weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    mixed = {key: w.bfloat16() if w.dim() > 1 else w for key, w in held.items()}
+    mixed = {key: w.bfloat16() if w.dim() > 1 else w for key, w in stored_weights.items()}
     if name == "llama":
         mixed["lm_head.weight"] = mixed.pop("model.embed_tokens.weight")
         save_file(mixed, folder / file, {"format": "pt"})
     else:
         torch.save(mixed, folder / file)
     model, wide = load_as_stored(find(str(folder))), load_original(find(str(folder)), torch.float32)
-    assert sum(map(_narrow, model.parameters())) == stay
+    assert sum(map(_is_narrow, model.parameters())) == table_count
     assert model.dtype == torch.float32
     assert all(map(torch.equal, wide.parameters(), (w.float() for w in model.parameters())))
     tokens = torch.arange(9)[None]
     assert torch.equal(model(input_ids=tokens).logits, wide(input_ids=tokens).logits)
 
 
-def _narrow(weight: torch.Tensor) -> bool:
+def _is_narrow(weight: torch.Tensor) -> bool:
     return isinstance(weight, Table) or weight.dtype == torch.bfloat16
 
 
@@ -213,10 +215,10 @@ def test_products_of_one_input_are_one_node_whatever_their_bits(
     """Values of the first layer have 8, keys of the second, and all but gates."""
     eight = ["0.self_attn.v", "1.self_attn.k", "o_proj", "up_proj", "down_proj"]
 
-    def chosen(costs: dict[str, float], *_: Any) -> list[str]:
+    def choose(costs: dict[str, float], *_: Any) -> list[str]:
         return [name for name in costs if any(part in name for part in eight)]
 
-    monkeypatch.setattr(whole, "dearest", chosen)
+    monkeypatch.setattr(whole, "choose_costliest", choose)
     write(tmp_path / "model", name, **options)
     with traced_once():
         export_pair(
@@ -373,32 +375,32 @@ def test_a_build_from_the_cache_says_the_quality_too(
         workshop.graphs(checkpoint, **({"weights": weights} if weights else {}))
         capsys.readouterr()
         export_pair(str(checkpoint), None, tmp_path / "out", weights=weights, **options)
-        said = capsys.readouterr().err
-        assert "cached" in said and ("nats, top-1" in said) == bool(weights)
+        output = capsys.readouterr().err
+        assert "cached" in output and ("nats, top-1" in output) == bool(weights)
 
 
 def test_a_draft_of_the_target_itself_has_fewer_bits(workshop: Workshop, refused: Refused) -> None:
     pair = read_pair(workshop.graphs(workshop.checkpoint("llama"), Path("self")))
     assert (pair.target.weights, pair.draft and pair.draft.weights) == (None, "int4")
-    asked = ["--draft", "self", "--weights", "int4"]
-    said = refused(workshop.checkpoint("llama"), *asked, kind="option")
-    assert "hardly cheaper than the target" in said
+    options = ["--draft", "self", "--weights", "int4"]
+    message = refused(workshop.checkpoint("llama"), *options, kind="option")
+    assert "hardly cheaper than the target" in message
 
 
 def test_a_text_to_measure_on_is_read_before_the_export(
     workshop: Workshop, tmp_path: Path, refused: Refused
 ) -> None:
-    asked = ["--weights", "int8", "--text", str(tmp_path / "text.txt")]
-    assert "cannot read" in refused(workshop.checkpoint("llama"), *asked, kind="option")
-    endless = [*asked[:3], "/dev/zero"]
+    options = ["--weights", "int8", "--text", str(tmp_path / "text.txt")]
+    assert "cannot read" in refused(workshop.checkpoint("llama"), *options, kind="option")
+    endless = [*options[:3], "/dev/zero"]
     assert "/dev/zero is a device" in refused(workshop.checkpoint("llama"), *endless, kind="option")
     (tmp_path / "text.txt").write_text("")
-    said = refused(workshop.checkpoint("llama"), *asked, kind="option")
-    assert "has fewer than 2 tokens: 0" in said
+    message = refused(workshop.checkpoint("llama"), *options, kind="option")
+    assert "has fewer than 2 tokens: 0" in message
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "cause", "remedy"),
+    ("options", "kind", "cause", "remedy"),
     [
         (
             "--format torch --weights int8", "option", "WEIGHTS=int8 requires graphs in ONNX",
@@ -421,8 +423,8 @@ def test_a_text_to_measure_on_is_read_before_the_export(
     ],
 )  # fmt: skip
 def test_the_export_refuses_first_what_nobody_runs(
-    workshop: Workshop, refused: Refused, asked: str, kind: str, cause: str, remedy: str
+    workshop: Workshop, refused: Refused, options: str, kind: str, cause: str, remedy: str
 ) -> None:
     model = workshop.checkpoint("llama")
-    said = refused(model, *asked.format(model=model).split(), kind=kind)
-    assert cause in said and remedy in said
+    message = refused(model, *options.format(model=model).split(), kind=kind)
+    assert cause in message and remedy in message

@@ -23,7 +23,7 @@ from workshop import MAX_LEN, Workshop
 from export import decoder, loading, part
 from export.checkpoint import find
 from export.pair import DEFAULT_MAX_LEN
-from export.vocabulary import carry, check_chat_template, load_tokenizer
+from export.vocabulary import check_chat_template, load_tokenizer, write_tokenizer
 from runtime.files.errors import EXIT_STATUS, OutriderError
 
 Damage = Callable[[Path], object]
@@ -38,14 +38,14 @@ def copy(workshop: Workshop, tmp_path: Path) -> Path:
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No graph is made: each MAX_LEN that one was asked for."""
-    asked: list[int] = []
+    requested_lengths: list[int] = []
 
-    def make(wanted: part.Wanted, *_: object) -> None:
-        asked.append(wanted.max_len)
+    def make(request: part.PartRequest, *_: object) -> None:
+        requested_lengths.append(request.max_len)
         raise OutriderError("disk", "far enough", "Stop.")
 
     monkeypatch.setattr(part, "make", make)
-    return asked
+    return requested_lengths
 
 
 # Architectures
@@ -72,9 +72,11 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
 def test_architectures_that_the_graph_cannot_express(
     workshop: Workshop, refused: Refused, name: str, reason: str
 ) -> None:
-    said = refused(workshop.checkpoint(name), kind="architecture")
-    assert reason in said
-    assert ARCHITECTURES[name]().__class__.__name__.removesuffix("Config").lower() in said.lower()
+    message = refused(workshop.checkpoint(name), kind="architecture")
+    assert reason in message
+    assert (
+        ARCHITECTURES[name]().__class__.__name__.removesuffix("Config").lower() in message.lower()
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,9 @@ def test_what_a_recurrent_state_is_not_exported_with(
 ) -> None:
     """As soon as it is loaded: what follows takes minutes. Fault: a state that float32 decays made
     float16 the architecture's failure."""
-    said = refused(workshop.checkpoint(name), f"--{option}", value, "--max-len", "64", kind=kind)
-    assert cause in said
-    assert "run the original" not in said
+    message = refused(workshop.checkpoint(name), f"--{option}", value, "--max-len", "64", kind=kind)
+    assert cause in message
+    assert "run the original" not in message
 
 
 def test_a_recurrent_state_that_another_backend_was_given_before(
@@ -106,8 +108,8 @@ def test_a_recurrent_state_that_another_backend_was_given_before(
     target = workshop.example("lfm2")
     workshop.graphs(target, workshop.checkpoint("lfm2", blur=0.1), max_gamma=1)
     options = ["--max-len", f"{MAX_LEN}", "--max-gamma", "1", "--cache", f"{workshop.cache}"]
-    said = refused(target, *options, "--backend-runs", "full", kind="backend")
-    assert "the backend does not run models with a recurrent state" in said
+    message = refused(target, *options, "--backend-runs", "full", kind="backend")
+    assert "the backend does not run models with a recurrent state" in message
 
 
 def test_small_weights_do_not_hide_that_tokens_look_ahead(
@@ -121,8 +123,8 @@ def test_small_weights_do_not_hide_that_tokens_look_ahead(
                 weights[name] *= 0.002
 
     edit_weights(tmp_path / "small", shrink)
-    said = refused(tmp_path / "small", kind="architecture")
-    assert "its tokens attend to later ones" in said
+    message = refused(tmp_path / "small", kind="architecture")
+    assert "its tokens attend to later ones" in message
 
 
 def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
@@ -130,8 +132,8 @@ def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
 ) -> None:
     config = CONFIG_MAPPING["granitemoehybrid"]  # as small as it gets, all of its layers are linear
     assert write_any(tmp_path / "hybrid", config, MODEL_FOR_CAUSAL_LM_MAPPING[config]) is None
-    said = refused(tmp_path / "hybrid", "--weights", "int8", kind="architecture")
-    assert "it does not generate with a KV cache" in said
+    message = refused(tmp_path / "hybrid", "--weights", "int8", kind="architecture")
+    assert "it does not generate with a KV cache" in message
 
 
 def test_attention_that_the_graph_cannot_express() -> None:
@@ -145,24 +147,24 @@ def test_attention_that_the_graph_cannot_express() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("message", "reason"),
     [
         ("Could not guard on data-dependent expression u0", "are known only at run time"),
         ("False != True", "torch.export cannot follow its code (False != True)"),
     ],
 )
-def test_what_torch_says_of_code_is_a_reason(said: str, reason: str) -> None:
+def test_what_torch_says_of_code_is_a_reason(message: str, reason: str) -> None:
     outer = RuntimeError("Failed to export the model")
-    outer.__cause__ = AssertionError(said)
-    assert reason in part._reason(outer)
+    outer.__cause__ = AssertionError(message)
+    assert reason in part._innermost_reason(outer)
 
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
 def test_rope_that_changes_with_the_length(workshop: Workshop, refused: Refused, name: str) -> None:
     """Within the original context they are exact: see the random walk, and test_transformers."""
     long = "--max-len", str(CONTEXT // 2 + 1)
-    said = refused(workshop.checkpoint(name), *long, kind="architecture")
-    assert "position embeddings" in said and f"Build with MAX_LEN={CONTEXT // 2}." in said
+    message = refused(workshop.checkpoint(name), *long, kind="architecture")
+    assert "position embeddings" in message and f"Build with MAX_LEN={CONTEXT // 2}." in message
 
 
 def test_max_len(workshop: Workshop, stopped: list[int], refused: Refused) -> None:
@@ -346,11 +348,11 @@ def test_a_model_without_an_end_is_said(
     copy: Path, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its texts end by length alone, which may be meant."""
-    said = "names no eos_token_id"
-    assert said not in command(capsys, tmp_path, copy)[1]  # the control: 0 is an end
+    message = "names no eos_token_id"
+    assert message not in command(capsys, tmp_path, copy)[1]  # the control: 0 is an end
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _json(name, eos_token_id=None, eos_token=None)(copy)
-    assert said in command(capsys, tmp_path, copy)[1]
+    assert message in command(capsys, tmp_path, copy)[1]
 
 
 OF_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
@@ -371,7 +373,7 @@ def test_templates_that_are_fine(copy: Path, ending: str, template: str) -> None
     (copy / f"chat_template.{ending}").write_text(content)
     found = find(str(copy))
     check_chat_template(found, load_tokenizer(found))
-    assert carry(found, load_tokenizer(found), copy).chat_template
+    assert write_tokenizer(found, load_tokenizer(found), copy).chat_template
 
 
 # Code that a checkpoint brings along is never run, whatever stdin says
@@ -386,44 +388,44 @@ class Odd(PretrainedConfig):
 
 
 @pytest.fixture
-def ran(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def code_ran_marker(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that the checkpoint's code makes; somebody would say yes to running it."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    made = tmp_path / "ran"
-    (copy / "odd.py").write_text(CODE.format(ran=str(made)))
-    return made
+    created = tmp_path / "ran"
+    (copy / "odd.py").write_text(CODE.format(ran=str(created)))
+    return created
 
 
 @pytest.mark.parametrize(
     ("model_type", "of"), [("odd", "AutoConfig"), ("distilbert", "AutoModelForCausalLM")]
 )
 def test_a_checkpoints_code_is_never_run(
-    copy: Path, ran: Path, refused: Refused, model_type: str, of: str
+    copy: Path, code_ran_marker: Path, refused: Refused, model_type: str, of: str
 ) -> None:
     """The control: Transformers would run it, where it is left to ask."""
     _config(model_type=model_type, auto_map={of: "odd.Odd"})(copy)
     assert "requires its own code" in refused(copy, kind="architecture")
-    assert not ran.exists()
+    assert not code_ran_marker.exists()
     if of == "AutoConfig":
         AutoConfig.from_pretrained(copy)
-        assert ran.exists()
+        assert code_ran_marker.exists()
 
 
-def test_a_tokenizers_code_is_never_run(copy: Path, ran: Path) -> None:
+def test_a_tokenizers_code_is_never_run(copy: Path, code_ran_marker: Path) -> None:
     """Its tokenizer.json says all."""
     code = {"AutoTokenizer": ["odd.Odd", "odd.Odd"]}
     _json("tokenizer_config.json", tokenizer_class="Odd", auto_map=code)(copy)
     with contextlib.suppress(OutriderError):
         assert len(load_tokenizer(find(str(copy)))) == VOCAB_SIZE
-    assert not ran.exists()
+    assert not code_ran_marker.exists()
 
 
 def test_code_that_is_not_needed_is_said_not_to_be_run(
-    copy: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, code_ran_marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _config(auto_map={"AutoConfig": "odd.Odd"})(copy)
     assert find(str(copy)).context == CONTEXT
-    said = "comes with its own code, which is not run: Transformers' Qwen2"
-    assert said in capsys.readouterr().err
-    assert not ran.exists()
+    message = "comes with its own code, which is not run: Transformers' Qwen2"
+    assert message in capsys.readouterr().err
+    assert not code_ran_marker.exists()

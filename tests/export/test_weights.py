@@ -26,17 +26,17 @@ from workshop import Workshop
 
 from export import part
 from export.checkpoint import find
-from export.decoder import NAME
+from export.decoder import IMPLEMENTATION
 from export.encoder import arguments
 from export.loading import first_token, load
-from export.part import Wanted
+from export.part import PartRequest
 from export.weights import feedback, inputs, layers
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
 from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
-from export.weights.inputs import _attention_got
+from export.weights.inputs import _received_attention
 from export.weights.layers import Table, in_double, rounding_as_stored
-from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
+from export.weights.quality import Texts, check_quality, describe, measure, sample, windows
 from export.weights.quantising import Quantising
 from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
@@ -50,7 +50,7 @@ def _random(rows: int, columns: int) -> Matrix:
     return np.random.default_rng(0).standard_t(4, (rows, columns)).astype(np.float32)
 
 
-def quantise(weight: Matrix, bits: Bits) -> Quantised:
+def round_to_nearest(weight: Matrix, bits: Bits) -> Quantised:
     """To the nearest levels, each number for itself."""
     return {4: quantise4, 8: quantise8}[bits](torch.from_numpy(weight))
 
@@ -59,9 +59,11 @@ def _widest(weight: Matrix, bits: Bits) -> Matrix:
     """Rounded to nearest with the scale that fits a block's largest number into the range."""
     rows, columns = weight.shape
     blocks = np.pad(weight, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
-    most = RANGE[bits][1]
-    scale = (np.abs(blocks).max(-1, keepdims=True) / most).astype(np.float16).astype(np.float32)
-    levels = np.round(blocks / np.where(scale == 0, 1, scale)).clip(-most, most)
+    max_level = RANGE[bits][1]
+    scale = (
+        (np.abs(blocks).max(-1, keepdims=True) / max_level).astype(np.float16).astype(np.float32)
+    )
+    levels = np.round(blocks / np.where(scale == 0, 1, scale)).clip(-max_level, max_level)
     return (levels * scale).reshape(rows, -1)[:, :columns]
 
 
@@ -86,7 +88,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
 ) -> None:
     weight = _random(*shape)
     given = weight.copy()
-    made = quantise(weight, bits)
+    made = round_to_nearest(weight, bits)
     assert (weight == given).all() and made.levels.shape == shape and made.levels.dtype == np.int8
     assert made.scales.shape == (shape[0], -(-shape[1] // BLOCK))
     assert made.scales.dtype == np.float16 and np.isfinite(made.scales).all()
@@ -101,7 +103,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
 
 def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest() -> None:
     weight = _random(64, 256)
-    error = ((quantise(weight, 4).dense() - weight) ** 2).sum()
+    error = ((round_to_nearest(weight, 4).dense() - weight) ** 2).sum()
     assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
 
 
@@ -118,20 +120,20 @@ def _half(scale: Matrix) -> Matrix:
     return scale.clip(-65504, 65504).astype(np.float16).astype(np.float32)
 
 
-def _chosen(blocks: Matrix) -> tuple[Matrix, Matrix]:
+def _expected_rounding(blocks: Matrix) -> tuple[Matrix, Matrix]:
     """Levels [N, 32] and scales [N] as outrider_rounding.cpp says that they are chosen, number by
     number in float32."""
     peak = np.where(-blocks.min(1) > blocks.max(1), blocks.min(1), blocks.max(1))
     widest = _half(np.abs(peak) / np.float32(7))
-    fitted, most = widest, np.zeros_like(peak)
+    fitted, best_score = widest, np.zeros_like(peak)
     for reach in np.float32([-9.2, -8.8, -8.4, -8.1, -7.9, -7.6, -7.3, -7.0]):
         along, square = np.zeros_like(peak), np.zeros_like(peak)
         for x in blocks.T:
             level = _level(x, peak / reach)
             along, square = along + level * x, square + level * level
         score = _ratio(along * along, square)
-        fitted = np.where(score > most, _half(_ratio(along, square)), fitted)
-        most = np.maximum(score, most)
+        fitted = np.where(score > best_score, _half(_ratio(along, square)), fitted)
+        best_score = np.maximum(score, best_score)
     errors = [np.zeros_like(peak), np.zeros_like(peak)]
     for x in blocks.T:
         for i, scale in enumerate((widest, fitted)):
@@ -149,11 +151,11 @@ def test_the_scales_of_four_bits_are_those_of_the_rule() -> None:
     clipped[0, :2] = 458_528  # the largest there is; fitted, its scale would be 67,968
     sizes = [drawn * np.float32(size) for size in (3e-7, 2e-5, 0.02, 1, 1e4)]
     blocks = np.concatenate([*sizes, whole, np.full((1, 32), 0.3, np.float32), clipped])
-    made, (levels, scales) = quantise(blocks, 4), _chosen(blocks)
+    made, (levels, scales) = round_to_nearest(blocks, 4), _expected_rounding(blocks)
     assert (made.scales[:, 0] == scales).all() and (made.levels == levels).all()
     clipped[0, 0] = np.nextafter(np.float32(458_528), np.float32(np.inf))
     with pytest.raises(ValueError, match="too large for"):
-        quantise(clipped, 4)
+        round_to_nearest(clipped, 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -165,7 +167,7 @@ def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     signs = [0.5, 0.25, -0.125 if bits == 4 else 0.125]
     scales = np.repeat(random.choice(signs, (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
-    assert (quantise(weight, bits).dense() == weight).all()
+    assert (round_to_nearest(weight, bits).dense() == weight).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -175,7 +177,7 @@ def test_blocks_of_nothing_of_next_to_nothing_and_with_one_huge_number(bits: Bit
     weight[2] = 0.01
     weight[2, 5] = -1000
     weight[3] = 3e-5  # its scale of 8 bits is one of the few smallest that float16 has
-    made = quantise(weight, bits).dense()
+    made = round_to_nearest(weight, bits).dense()
     assert (made[:2] == 0).all()
     assert abs(made[2, 5] + 1000) < 1 and (np.delete(made[2], 5) == 0).all()
     assert np.abs(made[3] - weight[3]).max() < 3e-7
@@ -187,25 +189,25 @@ def test_what_has_no_level_is_refused(bits: Bits, value: float) -> None:
     weight = _random(3, 64)
     weight[1, 40] = value
     with pytest.raises(ValueError, match="NaN, infinite or too large"):
-        quantise(weight, bits)
+        round_to_nearest(weight, bits)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("fp8", 448)])
+@pytest.mark.parametrize(("kind", "max_level"), [("int8", 127), ("fp8", 448)])
 @pytest.mark.parametrize("shape", [(7, 64), (5, 70), (1, 33)])
 def test_a_row_has_the_scale_of_its_largest_number_and_the_nearest_levels(
-    kind: Rows, most: int, shape: tuple[int, int]
+    kind: Rows, max_level: int, shape: tuple[int, int]
 ) -> None:
     weight = _random(*shape) * 0.05
     made = quantise_rows(torch.from_numpy(weight), kind)
     levels, scales = made.levels.astype(np.float32), made.scales.astype(np.float32)
     assert made.scales.shape == (shape[0], 1) and (scales > 0).all()
-    assert (np.abs(levels).max(1) == most).all()
+    assert (np.abs(levels).max(1) == max_level).all()
     assert (made.dense() == levels * scales).all()
     assert made.size == weight.size + 2 * shape[0]
-    apart = np.abs(made.dense() - weight)
+    error = np.abs(made.dense() - weight)
     bound = scales / 2 if kind == "int8" else np.maximum(np.abs(weight) / 16, scales / 2**10)
-    assert (apart <= 1.01 * bound).all()
-    assert kind == "int8" or len(weight) == 1 or apart.max() > scales.max() / 2  # it is no int8
+    assert (error <= 1.01 * bound).all()
+    assert kind == "int8" or len(weight) == 1 or error.max() > scales.max() / 2  # it is no int8
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -248,9 +250,9 @@ def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None
     assert describe(same) == "KL 0.00000 ± 0.00000 nats, top-1 100.0 %" + (
         f", perplexity {same.perplexity:.2f} (full {same.perplexity:.2f}), 50 tokens"
     )
-    refuse_nonsense(same, "int8", "it")
+    check_quality(same, "int8", "it")
     with pytest.raises(OutriderError, match=r"it with WEIGHTS=int8 is .* nats"):
-        refuse_nonsense(other, "int8", "it")
+        check_quality(other, "int8", "it")
 
 
 def test_text_of_the_user_is_cut_into_windows() -> None:
@@ -270,8 +272,8 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
     """But what an encoder reads is the text alone."""
     checkpoint = find(str(workshop.checkpoint(name)))
     model, text = load(checkpoint, torch.float32), list(range(50, 150))
-    step = Quantising("target", "int8", checkpoint, text, shares=False)
-    step._write(model, 40)
+    step = Quantising("target", "int8", checkpoint, text, shares_encoder=False)
+    step._generate_texts(model, 40)
     texts = step._texts.ids if name == "llama" else step._texts.sources
     assert texts is not None
     begun = [first_token(model)] if name == "llama" else []
@@ -285,10 +287,12 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
 
 def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
     model = _model()
-    heard: list[str] = []
-    ids = sample(model, 4, 24, said=heard.append)
+    messages: list[str] = []
+    ids = sample(model, 4, 24, report=messages.append)
     assert ids.shape == (4, 24) and (ids == sample(model, 4, 24)).all()
-    assert len(heard) == 23 and heard[0] == "token 2 of 24" and heard[-1] == "token 24 of 24"
+    assert (
+        len(messages) == 23 and messages[0] == "token 2 of 24" and messages[-1] == "token 24 of 24"
+    )
     assert (ids[:, 0] == 0).all() and (ids != sample(model, 4, 24, seed=1)).any()
     # Its perplexity on what it wrote itself is far below that on any tokens.
     other = torch.randint(257, (4, 24), generator=torch.Generator().manual_seed(0))
@@ -344,8 +348,10 @@ def test_what_decides_between_experts_is_left_whatever_its_name_is(
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
-    left = linear - quantise_model(model.requires_grad_(False), 8).keys() - {"lm_head.weight"}
-    assert left == ({f"model.layers.0.{kept}.weight"} if kept else set())
+    unquantised = (
+        linear - quantise_model(model.requires_grad_(False), 8).keys() - {"lm_head.weight"}
+    )
+    assert unquantised == ({f"model.layers.0.{kept}.weight"} if kept else set())
 
 
 def test_a_layer_that_does_more_than_multiply_is_left() -> None:
@@ -382,19 +388,19 @@ def test_experts_that_are_asked_alone_say_what_all_of_them_do(architecture: str)
         full = model(input_ids=ids).logits
         for module in model.modules():
             if are_experts(module):
-                module.config._experts_implementation = NAME
+                module.config._experts_implementation = IMPLEMENTATION
                 module.down_proj.data = module.down_proj.bfloat16()
         narrow = model(input_ids=ids).logits
         quantise_model(model, 8)
         single = model(input_ids=ids).logits
         with in_double(model):
             double = model(input_ids=ids).logits
-        again = model(input_ids=ids).logits
+        repeated = model(input_ids=ids).logits
     size = full.abs().max()
     assert 0 < (narrow - full).abs().max() < 1e-3 * size
     assert 0 < (single - narrow).abs().max() < 5e-2 * size
     assert double.dtype == torch.float64 and 0 < (double - single).abs().max() < 1e-5 * size
-    assert (again == single).all()
+    assert (repeated == single).all()
 
 
 def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:
@@ -460,22 +466,22 @@ def _factors(
     embedding = model.get_input_embeddings().weight  # on levels of 8 bits, which keep it as it is
     embedding.copy_(torch.randint(-127, 128, embedding.shape) / 64)
     embedding[:, ::32] = 127 / 64
-    read: list[tuple[str, torch.Tensor]] = []
+    calls: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D):
-            module.register_forward_pre_hook(lambda _, x, path=path: read.append((path, x[0])))
-    said = model(**arguments(model, texts, sources), output_attentions=True)
+            module.register_forward_pre_hook(lambda _, x, path=path: calls.append((path, x[0])))
+    outputs = model(**arguments(model, texts, sources), output_attentions=True)
     counts: dict[str, torch.Tensor] = {}
 
     def factor(rows: torch.Tensor) -> torch.Tensor:
-        path, x = read[-1][0], read[-1][1].flatten(0, -2)
+        path, x = calls[-1][0], calls[-1][1].flatten(0, -2)
         if not torch.equal(rows, x):
             counts[path] = (rows / x).square().nanmedian(-1, keepdim=True).values
         return feedback.factor(rows)
 
     monkeypatch.setattr(inputs, "factor", factor)
     quantise_model(model, 4, Texts(texts, sources))
-    return (said.attentions if sources is None else said.encoder_attentions)[0], counts
+    return (outputs.attentions if sources is None else outputs.encoder_attentions)[0], counts
 
 
 @pytest.mark.parametrize(
@@ -507,10 +513,10 @@ def test_a_token_counts_for_what_attends_as_much_as_it_is_attended_to(
 def test_what_is_no_attention_is_not_taken_for_it() -> None:
     """Layers with a state give that back in its place."""
     attention = torch.rand(2, 3, 5, 4).softmax(-1)
-    got = _attention_got((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
+    got = _received_attention((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
     torch.testing.assert_close(got, attention.sum((1, 2)).flatten())
     for state in (-attention, 2 * attention, attention * torch.nan, attention[0], None):
-        assert _attention_got((torch.zeros(2, 5, 8), state)) is None
+        assert _received_attention((torch.zeros(2, 5, 8), state)) is None
 
 
 # float32 holds no square of 1e20, and of 1e19 no sum of squares.
@@ -519,11 +525,11 @@ def test_the_factor_is_of_what_the_inputs_weigh(size: list[float]) -> None:
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(200, 40, generator=random) * torch.tensor(size)
     upper = factor(inputs).double()
-    weighs = inputs.double().T @ inputs.double()
-    weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
-    rest = torch.linalg.solve_triangular(upper, weighs, upper=True)
-    rest = torch.linalg.solve_triangular(upper.T, rest, upper=False, left=False)  # D of R D R^T
-    assert torch.allclose(rest, rest.diagonal().diag(), atol=1e-5 * float(rest.max()))
+    hessian = inputs.double().T @ inputs.double()
+    hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+    middle = torch.linalg.solve_triangular(upper, hessian, upper=True)
+    middle = torch.linalg.solve_triangular(upper.T, middle, upper=False, left=False)  # D of R D R^T
+    assert torch.allclose(middle, middle.diagonal().diag(), atol=1e-5 * float(middle.max()))
     assert torch.equal(upper, upper.triu()) and (upper.diagonal() == 1).all()
 
 
@@ -537,27 +543,30 @@ def test_feedback_takes_the_levels_of_the_original_algorithm(
     inputs = torch.randn(300, 90, generator=random) @ torch.randn(90, 150, generator=random)
     weight = torch.from_numpy(_random(50, 150))
     made = quantise4(weight, factor(inputs))
-    weighs = inputs.double().T @ inputs.double()
-    weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
-    upper = torch.linalg.cholesky(weighs.inverse(), upper=True)
+    hessian = inputs.double().T @ inputs.double()
+    hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+    upper = torch.linalg.cholesky(hessian.inverse(), upper=True)
     levels, scales = torch.from_numpy(made.levels), torch.from_numpy(made.scales).float()
-    left = weight.double()
+    remaining = weight.double()
     for column in range(150):
         block = column // 32
         if column % 32 == 0:
-            best = quantise4(left[:, column : min(column + 32, 150)]).scales[:, 0]
+            best = quantise4(remaining[:, column : min(column + 32, 150)]).scales[:, 0]
             assert (best == made.scales[:, block]).mean() > 0.95
         scale, level = scales[:, block], levels[:, column]
-        nearest = (left[:, column] / scale).round().clamp(*RANGE[4])
+        nearest = (remaining[:, column] / scale).round().clamp(*RANGE[4])
         assert (nearest == level).float().mean() > 0.95  # a tie goes either way
-        error = (left[:, column] - level * scale) / upper[column, column]
-        left -= torch.outer(error, upper[column])
+        error = (remaining[:, column] - level * scale) / upper[column, column]
+        remaining -= torch.outer(error, upper[column])
 
 
 def test_feedback_leaves_alone_what_no_input_connects() -> None:
     """With inputs that have nothing to do with each other there is nothing to make good."""
     weight = _random(5, 70)
-    made, nearest = quantise4(torch.from_numpy(weight), factor(torch.eye(70))), quantise(weight, 4)
+    made, nearest = (
+        quantise4(torch.from_numpy(weight), factor(torch.eye(70))),
+        round_to_nearest(weight, 4),
+    )
     assert (made.levels == nearest.levels).all() and (made.scales == nearest.scales).all()
 
 
@@ -577,9 +586,9 @@ def test_what_rounding_cannot_be_asked() -> None:
     numbers, levels, scales = torch.ones(33, 4), np.zeros((4, 33), np.int8), torch.empty(4)
 
     def status(columns: int, stride: int = 33, rows: int = 4, threads: int = 1) -> int:
-        where = numbers.data_ptr(), numbers.data_ptr(), rows, columns, None
-        to = levels.ctypes.data, stride, scales.data_ptr(), threads
-        answer: int = feedback.load_rounding()(*where, *to)
+        sources = numbers.data_ptr(), numbers.data_ptr(), rows, columns, None
+        destination = levels.ctypes.data, stride, scales.data_ptr(), threads
+        answer: int = feedback.load_rounding()(*sources, *destination)
         return answer
 
     assert status(32) == 0 and (levels[:, :32] != 0).all() and (levels[:, 32] == 0).all()
@@ -608,7 +617,7 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
     def make(weights: Weights, form: Format) -> None:
         feedback.load_rounding.cache_clear()
         checkpoint = find(str(CHECKOUT / "models" / "target"))
-        given = Wanted("target", checkpoint, "float32", 64, 72, 4, form, weights)
+        given = PartRequest("target", checkpoint, "float32", 64, 72, 4, form, weights)
         part.make(given, tmp_path)
 
     with pytest.raises(InterruptedError):
@@ -640,23 +649,23 @@ def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
 ) -> None:
     """For one token and many; and no more than a piece is ever dense."""
-    monkeypatch.setattr(layers, "_PIECE", 90 * 48)  # 80 rows, as a multiple of 16
+    monkeypatch.setattr(layers, "_PIECE_SIZE", 90 * 48)  # 80 rows, as a multiple of 16
     weight = torch.from_numpy(_random(rows, 48))
-    made: list[int] = []
+    sizes: list[int] = []
 
-    def some(which: slice) -> torch.Tensor:
-        made.append(len(weight[which]))
+    def rows_of(which: slice) -> torch.Tensor:
+        sizes.append(len(weight[which]))
         return weight[which]
 
     layer = torch.nn.Linear(48, rows, bias=bias).requires_grad_(False)
-    added = layer.bias
-    layer.weight = torch.nn.Parameter(Table.of(some, weight.shape, weight.dtype), False)
+    bias_parameter = layer.bias
+    layer.weight = torch.nn.Parameter(Table.of(rows_of, weight.shape, weight.dtype), False)
     for tokens in (1, 7, 129):
         x = torch.from_numpy(_random(2 * tokens, 48)).view(2, tokens, 48)
-        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight, added))
-    assert layer.weight.numel() == weight.numel() and max(made) == min(rows, 80)
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight, bias_parameter))
+    assert layer.weight.numel() == weight.numel() and max(sizes) == min(rows, 80)
     assert torch.equal(torch.stack([layer.weight, layer.weight])[1], weight)  # a control
-    assert max(made) == rows
+    assert max(sizes) == rows
 
 
 def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked(
@@ -667,7 +676,7 @@ def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked
     bias = layer.bias
     x = torch.from_numpy(_random(6, 48))
 
-    def by(stored: torch.Tensor) -> torch.Tensor:
+    def multiply_by(stored: torch.Tensor) -> torch.Tensor:
         table = Table.of(lambda which: stored[which].float(), stored.shape, x.dtype, stored)
         layer.weight = torch.nn.Parameter(table, False)
         product: torch.Tensor = layer(x)
@@ -675,19 +684,19 @@ def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked
 
     full = torch.nn.functional.linear(x, weight.float(), bias)
     narrow = torch.nn.functional.linear(x.bfloat16(), weight).float() + bias
-    for there, expected in ((True, narrow), (False, full)):
+    for supported, expected in ((True, narrow), (False, full)):
         monkeypatch.setattr(
-            torch.cpu, "get_capabilities", lambda there=there: {"avx512_bf16": there}
+            torch.cpu, "get_capabilities", lambda supported=supported: {"avx512_bf16": supported}
         )
         with rounding_as_stored():
-            assert torch.equal(by(weight), expected)
+            assert torch.equal(multiply_by(weight), expected)
             half = torch.nn.functional.linear(x, weight.half().float(), bias)
-            assert torch.equal(by(weight.half()), half)  # of bfloat16 alone
-        assert torch.equal(by(weight), full)
+            assert torch.equal(multiply_by(weight.half()), half)  # of bfloat16 alone
+        assert torch.equal(multiply_by(weight), full)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     with suppress(InterruptedError), rounding_as_stored():
         raise InterruptedError
-    assert torch.equal(by(weight), full)
+    assert torch.equal(multiply_by(weight), full)
 
 
 def test_texts_are_written_by_products_in_the_bits_that_are_stored(
@@ -705,8 +714,8 @@ def test_texts_are_written_by_products_in_the_bits_that_are_stored(
                 return rows(which)
 
             table._rows = rows
-    for there in (True, False):
-        found = {"avx512_bf16": there}
+    for supported in (True, False):
+        found = {"avx512_bf16": supported}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         sample(model, 2, 3)
-        assert bool(pieces) is not there
+        assert bool(pieces) is not supported

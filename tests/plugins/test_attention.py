@@ -23,7 +23,7 @@ from operators import (
     with_each_set,
 )
 
-from export.host.observing import AHEAD
+from export.host.observing import BIAS_PADDING
 from plugins.tools.build import find_compiler, include_options
 
 Array = npt.NDArray[np.float32]
@@ -101,7 +101,7 @@ class Attention:
         self.text = rng.normal(size=(3, tokens, HEADS + 2 * KEY_HEADS, shape.width)).astype("f4")
         angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
         self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
-        self.bias = rng.normal(size=(HEADS, ROWS + AHEAD)).astype("f4")
+        self.bias = rng.normal(size=(HEADS, ROWS + BIAS_PADDING)).astype("f4")
         self.bias[:, ROWS:] = np.nan  # of keys ahead of a query
         self.sinks = rng.normal(4, 2, HEADS).astype("f4")  # of the weight of all keys together
         self.softcap = np.array([shape.softcap], "f4")
@@ -390,7 +390,7 @@ def test_tables_of_other_sizes_are_refused() -> None:
 def test_biases_of_other_sizes_are_refused() -> None:
     attention = Attention(SHAPES["64, bias"])
     bias = attention.bias
-    for attention.bias in (bias[:-1], bias[0], bias[:, :AHEAD]):
+    for attention.bias in (bias[:-1], bias[0], bias[:, :BIAS_PADDING]):
         assert_refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
     attention.bias = bias[:, 1:]
     session = attention.open()

@@ -12,7 +12,7 @@ from commands import CHECKOUT
 from operators import FLOAT, INT64, session_of, with_each_set
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
-from export.weights.operators import packed_levels, packed_scales
+from export.weights.operators import pack_levels, pack_scales
 from runtime.sampling import kernel
 
 Array = npt.NDArray[np.float32]
@@ -49,7 +49,7 @@ def activations(rows: int = WIDTHS[-1], columns: int = COLUMNS) -> Array:
 
 
 def packed(weight: Quantised) -> Packed:
-    return packed_levels(weight), packed_scales(weight)
+    return pack_levels(weight), pack_scales(weight)
 
 
 class Node:

@@ -124,14 +124,16 @@ def _parts_one_by_one() -> Iterator[None]:
     """Who wants a part that another worker is making waits for it, and finds it made."""
     real = part.make
 
-    def make(wanted: part.Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
+    def make(
+        request: part.PartRequest, folder: Path, force: bool = False
+    ) -> tuple[Path, GraphFacts]:
         # What libraries of ONNX say between a build's lines; Torch's and Transformers' stay apart.
         heard = BufferingHandler(sys.maxsize)
         heard.setLevel(logging.WARNING)
-        with _alone(KEPT / "parts" / wanted.key()[:16]):
+        with _alone(KEPT / "parts" / request.key()[:16]):
             logging.getLogger().addHandler(heard)
             try:
-                made = real(wanted, folder, force)
+                made = real(request, folder, force)
             finally:
                 logging.getLogger().removeHandler(heard)
             said = [record.getMessage() for record in heard.buffer]

@@ -135,7 +135,7 @@ def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> N
 
 def start_of(checkpoint: Path) -> tuple[list[int] | None, bool]:
     found = find(str(checkpoint))
-    facts = vocabulary.audio(found)
+    facts = vocabulary.audio_facts(found)
     assert facts is not None
     return vocabulary.start_ids(found), facts.language_detected
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import transformers
 
-from export.checkpoint import find, refuse_architecture
+from export.checkpoint import architecture_error, find
 from export.loading import load
 from models.measure import sample
 from runtime.files.errors import OutriderError
@@ -99,7 +99,7 @@ def load_llama(source: Path) -> Any:
     checkpoint = find(str(source))
     config: Any = checkpoint.config
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
-        raise refuse_architecture(str(source), config, "only Llamas without biases can be grown")
+        raise architecture_error(str(source), config, "only Llamas without biases can be grown")
     return load(checkpoint, torch.float32)
 
 

@@ -129,7 +129,7 @@ def _uninitialised_model(shape: Shape, length: int) -> Iterator[Any]:
     import torch
     import transformers
 
-    from export.decoder import NAME
+    from export.decoder import IMPLEMENTATION
 
     library: Any = transformers
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -140,7 +140,7 @@ def _uninitialised_model(shape: Shape, length: int) -> Iterator[Any]:
     model.to_empty(device="cpu")
     # Its buffers are computed, not loaded.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = IMPLEMENTATION
     yield model.train(False).requires_grad_(False)
 
 

@@ -27,7 +27,7 @@ def different(tensors: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) 
     return [name for name, tensor in dense.items() if not torch.equal(tensors[name], tensor)]
 
 
-def carries(tensor: torch.Tensor, bits: Any) -> bool:
+def recovers(tensor: torch.Tensor, bits: Any) -> bool:
     """Whether the weight is found again in blocks, and is then the same to the bit."""
     blocks = recover(tensor.numpy(), bits)
     if blocks is None:
@@ -36,20 +36,20 @@ def carries(tensor: torch.Tensor, bits: Any) -> bool:
     return np.array_equal(blocks.dense(), tensor.numpy())
 
 
-def by_rows(found: Checkpoint, dense: dict[str, torch.Tensor]) -> set[int]:
+def bytes_per_number(found: Checkpoint, dense: dict[str, torch.Tensor]) -> set[int]:
     """How many bytes a number of the projections takes until it is quantised. Of all matrices any
     rows are made dense, and none as a whole when the model runs."""
     assert found.packed
     model = load_as_stored(found)
-    kept, ids, said = dict(model.named_parameters()), torch.arange(9)[None], []
-    for name, weight in kept.items():
+    parameters, ids, made_whole = dict(model.named_parameters()), torch.arange(9)[None], []
+    for name, weight in parameters.items():
         for rows in (slice(5, 21), torch.tensor([[30, 2], [9, 9]])) if weight.dim() == 2 else ():
             assert isinstance(weight, Table)
             assert torch.equal(weight[rows], dense[name][rows]), name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Table, "whole", lambda table: said.append(table))
+        patch.setattr(Table, "whole", lambda table: made_whole.append(table))
         logits = model(ids).logits
-    assert not said and torch.equal(logits, load(found, torch.float32)(ids).logits)
-    tensors = (found.packed.tensors()[name].stored() for name in kept if "proj" in name)
+    assert not made_whole and torch.equal(logits, load(found, torch.float32)(ids).logits)
+    tensors = (found.packed.tensors()[name].stored() for name in parameters if "proj" in name)
     levels = [getattr(getattr(tensor, "rows", tensor), "levels", None) for tensor in tensors]
     return {each.itemsize for each in levels if each is not None}

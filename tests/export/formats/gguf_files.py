@@ -93,7 +93,7 @@ _LAYER = {
     "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-_NEIGHBOURS = {"llama", "granite", "smollm3"}  # what the rotation takes for pairs
+_PAIRS_NEIGHBOURS = {"llama", "granite", "smollm3"}  # what the rotation takes for pairs
 _ARCHITECTURE = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # where it is no model_type
 # By fields of the configuration; each file has those whose fields there are.
 _KEYS = {
@@ -125,27 +125,27 @@ def _name(name: str, family: str) -> str:
 def _metadata(config: dict[str, Any], family: str) -> dict[str, Any]:
     """As the converter of this family writes it."""
     rope, head = config.get("rope_parameters") or {}, config.get("head_dim")
-    said = {key: config[field] for field, key in _KEYS.items() if config.get(field) is not None}
+    metadata = {key: config[field] for field, key in _KEYS.items() if config.get(field) is not None}
     if family.startswith("gemma"):
-        said |= {"attention.key_length": head, "attention.value_length": head}
+        metadata |= {"attention.key_length": head, "attention.value_length": head}
     if family.startswith("gemma") or family == "phi3":
-        said["attention.sliding_window"] = config["sliding_window"] or 0
+        metadata["attention.sliding_window"] = config["sliding_window"] or 0
     if family == "gemma3":
-        said["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        metadata["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if family == "phi3":
         width = config["hidden_size"] // config["num_attention_heads"]
-        said["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * width)
+        metadata["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * width)
     if rope.get("rope_type") == "linear":
-        said |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
     if rope.get("rope_type") == "longrope":
         original = config["original_max_position_embeddings"]
         more = math.log(config["max_position_embeddings"] / original) / math.log(original)
-        said["rope.scaling.attn_factor"] = math.sqrt(1 + more)
-    if family in _NEIGHBOURS:
-        said["vocab_size"] = config["vocab_size"]
-    said["rope.freq_base"] = float(rope.get("rope_theta", 10_000.0))
-    return {f"{family}.{key}": value for key, value in said.items()}
+        metadata["rope.scaling.attn_factor"] = math.sqrt(1 + more)
+    if family in _PAIRS_NEIGHBOURS:
+        metadata["vocab_size"] = config["vocab_size"]
+    metadata["rope.freq_base"] = float(rope.get("rope_theta", 10_000.0))
+    return {f"{family}.{key}": value for key, value in metadata.items()}
 
 
 def _stacked(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def write(
     for name, tensor in dense.items():
         stored = tensor.float().numpy()
         turned = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-        turned = turned if family in _NEIGHBOURS else None
+        turned = turned if family in _PAIRS_NEIGHBOURS else None
         number, block = GGML.get(kind, (0, None))
         if block and name.endswith("proj.weight") and stored.shape[-1] % len(block(rng)[1]) == 0:
             each = len(block(rng)[1])
@@ -206,8 +206,8 @@ def write(
         "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
         **(more or {}),
     }
-    said = {key: value for key, value in metadata.items() if value is not None}
-    file.write_bytes(_gguf_bytes(said, written))
+    present = {key: value for key, value in metadata.items() if value is not None}
+    file.write_bytes(_gguf_bytes(present, written))
     return dense
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, EOS, TOKENS, VOCAB_SIZE, WINDOW
-from dense import by_rows, carries, different, loaded
+from dense import bytes_per_number, different, loaded, recovers
 from exported import Refused, command, text
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -40,10 +40,10 @@ def test_gguf(source: Path, tmp_path: Path, kind: str, exact: int | None) -> Non
     for path in (tmp_path / "model.gguf", tmp_path):
         tensors = loaded(path)
         assert different(tensors, dense) == []
-    assert by_rows(found, dense) == ({1} if kind != "F32" else set())
+    assert bytes_per_number(found, dense) == ({1} if kind != "F32" else set())
     for bits in (4, 8):
         down = tensors["model.layers.0.mlp.down_proj.weight"]
-        assert carries(down, bits) == bool(exact and bits >= exact)
+        assert recovers(down, bits) == bool(exact and bits >= exact)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
@@ -53,7 +53,7 @@ def test_kinds_of_gguf_that_are_made_dense_from_the_file(
     """Those that are rarer than these, which are taken for such here."""
     monkeypatch.setattr(gguf, "_SPLIT", {})
     dense = gguf_files.write(tmp_path / "model.gguf", source, kind)
-    assert by_rows(find(str(tmp_path)), dense) == set()
+    assert bytes_per_number(find(str(tmp_path)), dense) == set()
 
 
 def rope(kind: str, theta: float, **own: float) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, 
     gguf_files.write(tmp_path / "model.gguf", source, **more)
     ids = torch.from_numpy(text(2, 100))
     with torch.no_grad():
-        theirs = load(find(str(tmp_path)), torch.float32)(ids).logits
-        torch.testing.assert_close(theirs, original(ids).logits, rtol=1e-5, atol=1e-5)
+        logits = load(find(str(tmp_path)), torch.float32)(ids).logits
+        torch.testing.assert_close(logits, original(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -143,7 +143,7 @@ def test_the_experts_of_gguf_files(workshop: Workshop, tmp_path: Path) -> None:
     kept = dict(load_as_stored(found).named_parameters())
     assert isinstance(kept["model.layers.0.mlp.gate.weight"], Table)
     assert torch.equal(kept[mlp + "gate_up_proj"], dense[mlp + "gate_up_proj"])
-    assert carries(down[0], 8) and not carries(down[0], 4)
+    assert recovers(down[0], 8) and not recovers(down[0], 4)
 
 
 def test_a_changed_nibble_of_a_file_is_another_model(source: Path, tmp_path: Path) -> None:
@@ -186,11 +186,11 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
 ) -> None:
     """Refused before the export where the backend runs no such weights, which tells the default."""
     gguf_files.write(tmp_path / "model.gguf", source, kind)
-    status, said = command(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
+    status, output = command(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
     bits = "int4" if kind == "Q4_0" else "int8"
-    assert status and f"WEIGHTS={bits}, the default here, is not supported by the backend" in said
-    assert "Build with WEIGHTS=full" in said
-    assert ("cannot hold its levels" in said) == (bits == "int8")
+    assert status and f"WEIGHTS={bits}, the default here, is not supported by the backend" in output
+    assert "Build with WEIGHTS=full" in output
+    assert ("cannot hold its levels" in output) == (bits == "int8")
 
 
 def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     digits = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
     assert [piece for piece, _ in digits.pre_tokenize_str("a 12")] == ["a", "Ġ", "1", "2"]
     more = {"tokenizer.ggml.tokens": [*TOKENS[:-1], "ab"], "tokenizer.ggml.bos_token_id": 0}
-    for cut, ids in (("llama-bpe", [0, 256]), ("gpt-4o", [TOKENS.index("a"), TOKENS.index("b")])):
-        gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": cut, **more})
+    for pre, ids in (("llama-bpe", [0, 256]), ("gpt-4o", [TOKENS.index("a"), TOKENS.index("b")])):
+        gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": pre, **more})
         assert load_tokenizer(find(str(tmp_path / "model.gguf")))("ab").input_ids == ids
     # Special tokens, and a user's, that no bytes spell: each is one, under its own number.
     whole = ["<｜User｜>", "    ", "<｜end▁of▁sentence｜>"]
@@ -225,8 +225,8 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     more = {"tokenizer.ggml.pre": "deepseek-coder"}
     gguf_files.write(tmp_path / "model.gguf", source, more=more)
     pieces = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
-    cut = [piece for piece, _ in pieces.pre_tokenize_str("if x: 23!\n\nx中a")]
-    assert cut == ["if", "Ġx", ":", "Ġ", "2", "3", "!", "Ċ", "Ċ", "x", "ä¸Ń", "a"]
+    pieces_cut = [piece for piece, _ in pieces.pre_tokenize_str("if x: 23!\n\nx中a")]
+    assert pieces_cut == ["if", "Ġx", ":", "Ġ", "2", "3", "!", "Ċ", "Ċ", "x", "ä¸Ń", "a"]
     (tmp_path / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
     beside = load_tokenizer(find(str(tmp_path))).backend_tokenizer
     assert beside.to_str() == original.backend_tokenizer.to_str()
@@ -276,16 +276,18 @@ def test_sentencepiece_in_gguf_files(
 # Damaged ones, and what is not read
 
 
-def _says(key: str, value: Any) -> dict[str, Any]:
+def _meta(key: str, value: Any) -> dict[str, Any]:
     return {"more": {key: value}}
 
 
-@pytest.mark.parametrize("theirs", [["<end_of_turn>"], ["<|end|>", "<|eot_id|>"]])
-def test_a_turn_ends_where_the_tokens_say(source: Path, tmp_path: Path, theirs: list[str]) -> None:
+@pytest.mark.parametrize("end_tokens", [["<end_of_turn>"], ["<|end|>", "<|eot_id|>"]])
+def test_a_turn_ends_where_the_tokens_say(
+    source: Path, tmp_path: Path, end_tokens: list[str]
+) -> None:
     """A file names one end of text; the other ones are found by what they are called."""
-    tokens = [*TOKENS[: -len(theirs)], *theirs]
+    tokens = [*TOKENS[: -len(end_tokens)], *end_tokens]
     gguf_files.write(tmp_path / "m.gguf", source, more={"tokenizer.ggml.tokens": tokens})
-    assert find(str(tmp_path)).config.eos_token_id == [0, *range(VOCAB_SIZE)[-len(theirs) :]]
+    assert find(str(tmp_path)).config.eos_token_id == [0, *range(VOCAB_SIZE)[-len(end_tokens) :]]
 
 
 def _factors(table: np.ndarray) -> dict[str, Any]:
@@ -293,22 +295,22 @@ def _factors(table: np.ndarray) -> dict[str, Any]:
 
 
 ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (_says("general.architecture", "mamba"), "a GGUF file of 'mamba'"),
+    "another family": (_meta("general.architecture", "mamba"), "a GGUF file of 'mamba'"),
     "a key that would be lost": (
-        _says("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = yarn",
+        _meta("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = yarn",
     ),
-    "an encoder": (_says("llama.attention.causal", False), "attention.causal = False"),
-    "half a rotation": (_says("llama.rope.dimension_count", 8), "dimension_count = 8"),
+    "an encoder": (_meta("llama.attention.causal", False), "attention.causal = False"),
+    "half a rotation": (_meta("llama.rope.dimension_count", 8), "dimension_count = 8"),
     "sizes by layer": (
-        _says("llama.attention.head_count_kv", [2, 4]), "differ from layer to layer",
+        _meta("llama.attention.head_count_kv", [2, 4]), "differ from layer to layer",
     ),
-    "sizes that are words": (_says("llama.rope.freq_base", "high"), "or are not positive"),
+    "sizes that are words": (_meta("llama.rope.freq_base", "high"), "or are not positive"),
     "an end that is a word": (
-        _says("tokenizer.ggml.eos_token_id", "</s>"), "its metadata is not valid",
+        _meta("tokenizer.ggml.eos_token_id", "</s>"), "its metadata is not valid",
     ),
-    "one of two": (_says("split.count", 2), "one of 2 parts"),
-    "an unknown tokenizer": (_says("tokenizer.ggml.pre", "odd"), "tokenizer.ggml.pre = 'odd'"),
-    "no tokens": (_says("tokenizer.ggml.tokens", []), "has no tokenizer"),
+    "one of two": (_meta("split.count", 2), "one of 2 parts"),
+    "an unknown tokenizer": (_meta("tokenizer.ggml.pre", "odd"), "tokenizer.ggml.pre = 'odd'"),
+    "no tokens": (_meta("tokenizer.ggml.tokens", []), "has no tokenizer"),
     "rotary factors too few": (_factors(np.ones(5)), "a positive factor for each of 8"),
     "rotary factors that are none": (_factors(np.zeros(8)), "a positive factor for each"),
     "rotary factors that are NaN": (_factors(np.full(8, np.nan)), "a positive factor for each"),
@@ -322,19 +324,19 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
 
 LONG = "rope_factors_long.weight"
 ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no window": ("gemma3", _says("gemma3.attention.sliding_window", None), "lacks sliding_window"),
+    "no window": ("gemma3", _meta("gemma3.attention.sliding_window", None), "lacks sliding_window"),
     "a window of none": (
-        "gemma2", _says("gemma2.attention.sliding_window", 0), "or are not positive",
+        "gemma2", _meta("gemma2.attention.sliding_window", 0), "or are not positive",
     ),
     "windows by layer": (
-        "gemma2", _says("gemma2.attention.sliding_window_pattern", [1, 0]), "pattern = [1, 0]",
+        "gemma2", _meta("gemma2.attention.sliding_window_pattern", [1, 0]), "pattern = [1, 0]",
     ),
-    "no cap": ("gemma2", _says("gemma2.attn_logit_softcapping", None), "lacks attn_logit_soft"),
+    "no cap": ("gemma2", _meta("gemma2.attn_logit_softcapping", None), "lacks attn_logit_soft"),
     "caps by layer": (
-        "gemma3", _says("gemma3.final_logit_softcapping", [4.0, 5.0]), "differ from layer to layer",
+        "gemma3", _meta("gemma3.final_logit_softcapping", [4.0, 5.0]), "differ from layer to layer",
     ),
     "another rotation near by": (
-        "qwen3", _says("qwen3.rope.freq_base_swa", 1e4), "rope.freq_base_swa = 10000.0",
+        "qwen3", _meta("qwen3.rope.freq_base_swa", 1e4), "rope.freq_base_swa = 10000.0",
     ),
     "a factor of no kind": (
         "gemma3",
@@ -342,13 +344,13 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope.scaling.factor = 8.0",
     ),
     "more than a whole rotation": (
-        "phi3", _says("phi3.rope.dimension_count", 18), "a rotary embedding of 18 in 16",
+        "phi3", _meta("phi3.rope.dimension_count", 18), "a rotary embedding of 18 in 16",
     ),
     "heads of no width": (
-        "phi3", _says("phi3.attention.head_count", 128), "a rotary embedding of 8 in 0",
+        "phi3", _meta("phi3.attention.head_count", 128), "a rotary embedding of 8 in 0",
     ),
     "louder without factors": (
-        "phi3", _says("phi3.rope.scaling.attn_factor", 1.19), "attn_factor = 1.19",
+        "phi3", _meta("phi3.rope.scaling.attn_factor", 1.19), "attn_factor = 1.19",
     ),
     "long factors alone": ("phi3", {"tensors": {LONG: np.ones(8)}}, "it lacks rope_factors_short"),
     "long factors too few": (
@@ -359,13 +361,13 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "phi3", {"tensors": {"rope_freqs.weight": np.ones(8)}}, "beside another kind of rotary",
     ),
     "long factors of a Llama": ("llama", {"tensors": {LONG: np.ones(8)}}, f"{LONG} first"),
-    "no rotation": ("granite", _says("granite.rope.scaling.finetuned", False), "finetuned = False"),
-    "a multiplier too few": ("granite", _says("granite.logit_scale", None), "lacks logits_scaling"),
+    "no rotation": ("granite", _meta("granite.rope.scaling.finetuned", False), "finetuned = False"),
+    "a multiplier too few": ("granite", _meta("granite.logit_scale", None), "lacks logits_scaling"),
     "weights of experts": (
-        "qwen3-moe", _says("qwen3moe.expert_weights_scale", 2.5), "expert_weights_scale = 2.5",
+        "qwen3-moe", _meta("qwen3moe.expert_weights_scale", 2.5), "expert_weights_scale = 2.5",
     ),
     "experts of other sizes": (
-        "qwen3-moe", _says("qwen3moe.expert_feed_forward_length", 64), "experts.down_proj first",
+        "qwen3-moe", _meta("qwen3moe.expert_feed_forward_length", 64), "experts.down_proj first",
     ),
     "experts of two sizes": (
         "qwen3-moe", {"tensors": {"blk.0.ffn_up_exps.weight": np.ones((4, 16, 64))}},

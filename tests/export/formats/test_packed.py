@@ -13,7 +13,7 @@ import numpy as np
 import packers
 import pytest
 import torch
-from dense import SIZES, by_rows, carries, different, loaded
+from dense import SIZES, bytes_per_number, different, loaded, recovers
 from exported import Refused, edit_weights
 from safetensors.torch import save_file
 from workshop import Workshop
@@ -115,15 +115,15 @@ def test_folders(
     found = find(str(tmp_path / "packed"))
     assert found.packed and words in str(found.packed)
     assert found.packed.bits == (4 if exact == 4 or "4 bits" in str(found.packed) else 8)
-    said = "quantisation of its activations or cache" in capsys.readouterr().err
-    assert said == (config.get("format") == "int-quantized")
+    is_noted = "quantisation of its activations or cache" in capsys.readouterr().err
+    assert is_noted == (config.get("format") == "int-quantized")
     tensors = loaded(tmp_path / "packed")
     assert different(tensors, dense) == []
-    assert by_rows(found, dense) == {2 if what in TWO_BYTES else 1}
+    assert bytes_per_number(found, dense) == {2 if what in TWO_BYTES else 1}
     for bits in (4, 8):
         some = (name for name in tensors if "q_proj" in name or "down_proj" in name)
-        carried = [carries(tensors[name], bits) for name in some]
-        assert all(carried) if exact and bits >= exact else not any(carried)
+        recovered = [recovers(tensors[name], bits) for name in some]
+        assert all(recovered) if exact and bits >= exact else not any(recovered)
 
 
 def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
     assert len(packed) == 4
     for experts in packed:
         rows = experts.transpose(1, 2).flatten(0, 1).contiguous()
-        assert carries(rows, 8) and not carries(rows, 4)
+        assert recovers(rows, 8) and not recovers(rows, 4)
     narrow = dict(load_as_stored(found).named_parameters())
     assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4
     kept = sum(isinstance(weight, Table) for weight in narrow.values())

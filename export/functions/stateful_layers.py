@@ -22,17 +22,19 @@ class UnsupportedArchitecture(Exception):
 
 
 # The inputs of a recurrence: query, key, value, decay, beta; see `recurrence.recur`.
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+RecurrenceInputs = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+]
 
 # States that the current layer has asked its cache for, and has not computed yet.
-_convolving: list[Callable[..., torch.Tensor]] = []
-_recurring: list[Callable[..., torch.Tensor]] = []
+_pending_convolutions: list[Callable[..., torch.Tensor]] = []
+_pending_recurrences: list[Callable[..., torch.Tensor]] = []
 
 
-def _asked(waiting: list[Any]) -> Any:
-    if not waiting:
+def _take_pending(pending: list[Any]) -> Any:
+    if not pending:
         raise UnsupportedArchitecture("it keeps its state outside Transformers' cache")
-    return waiting.pop()
+    return pending.pop()
 
 
 def _causal_conv1d(
@@ -43,7 +45,7 @@ def _causal_conv1d(
     **_: Any,
 ) -> torch.Tensor:
     bias = weight.new_zeros(len(weight)) if bias is None else bias
-    y: torch.Tensor = _asked(_convolving)(hidden_states, weight, bias)
+    y: torch.Tensor = _take_pending(_pending_convolutions)(hidden_states, weight, bias)
     return y if activation is None else ACT2FN[activation](y)
 
 
@@ -59,8 +61,10 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    said = _asked(_recurring)((query, key, value, g if g.dim() == 4 else g[..., None], beta))
-    return said, said  # in place of the state, which is in the cache
+    output = _take_pending(_pending_recurrences)(
+        (query, key, value, g if g.dim() == 4 else g[..., None], beta)
+    )
+    return output, output  # in place of the state, which is in the cache
 
 
 def _mamba2(
@@ -81,13 +85,15 @@ def _mamba2(
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
     low, high = dt_limit
     dt = dt.clamp(low, None if high == float("inf") else high)
-    said = _asked(_recurring)((C, B, hidden_states * dt[..., None], (A * dt)[..., None], None))
-    said = said if D is None else said + D[:, None] * hidden_states
-    return (said, said) if return_final_states else said
+    output = _take_pending(_pending_recurrences)(
+        (C, B, hidden_states * dt[..., None], (A * dt)[..., None], None)
+    )
+    output = output if D is None else output + D[:, None] * hidden_states
+    return (output, output) if return_final_states else output
 
 
 # By the names under which the layers of all architectures call them in their modules.
-OURS: dict[str, Callable[..., Any]] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv1d,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -95,7 +101,7 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Carrying:
+class StateCache:
     """A cache that layers ask for the states they carry. Each state is updated by the function that
     the layer calls next. States are numbered in the order in which they are requested."""
 
@@ -103,9 +109,9 @@ class Carrying:
     is_sliding = is_linear = is_dummy = ()  # all layers have rows like the first
 
     def __init__(self) -> None:
-        self.carried = 0  # states requested so far
-        _convolving.clear()
-        _recurring.clear()
+        self.state_count = 0  # states requested so far
+        _pending_convolutions.clear()
+        _pending_recurrences.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are passed explicitly; none may be derived from this
@@ -119,13 +125,13 @@ class Carrying:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        _convolving.append(partial(self._convolve, self.carried))
-        self.carried += 1
+        _pending_convolutions.append(partial(self._convolve, self.state_count))
+        self.state_count += 1
         return conv_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        _recurring.append(partial(self._recur, self.carried))
-        self.carried += 1
+        _pending_recurrences.append(partial(self._recur, self.state_count))
+        self.state_count += 1
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
@@ -135,28 +141,30 @@ class Carrying:
 
     def check(self) -> None:
         """Raise UnsupportedArchitecture if a state was requested but not computed."""
-        if _convolving or _recurring:
+        if _pending_convolutions or _pending_recurrences:
             raise UnsupportedArchitecture("it carries a state that the graph cannot express")
 
     def _convolve(
-        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, state_index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         raise NotImplementedError
 
-    def _recur(self, state: int, given: Given) -> torch.Tensor:
+    def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
         raise NotImplementedError
 
 
 @contextmanager
-def ours(model: PreTrainedModel) -> Iterator[None]:
+def patched_layers(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, the model's layers call our functions instead of Transformers', which are
     found by name."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    theirs = [(m, name, getattr(m, name)) for m in modules for name in OURS if hasattr(m, name)]
+    originals = [
+        (m, name, getattr(m, name)) for m in modules for name in REPLACEMENTS if hasattr(m, name)
+    ]
     try:
-        for module, name, _ in theirs:
-            setattr(module, name, OURS[name])
+        for module, name, _ in originals:
+            setattr(module, name, REPLACEMENTS[name])
         yield
     finally:
-        for module, name, own in theirs:
-            setattr(module, name, own)
+        for module, name, original in originals:
+            setattr(module, name, original)
