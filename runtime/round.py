@@ -17,7 +17,7 @@ from .drafts.draft import Sources
 from .drafts.lookup import Corpus
 from .drafts.proposer import Proposer
 from .drafts.tables import Tables
-from .files.errors import OF_ONE, OutriderError
+from .files.errors import PER_REQUEST_KINDS, OutriderError
 from .sampling.sampler import Sampler
 from .sequence import ActiveSequence, RoundResult, Rounds, SlotPlan, SlotResult
 from .slots import SlotTable
@@ -120,7 +120,7 @@ class HostRounds(Rounds):
         try:
             return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
         except OutriderError as error:
-            if error.kind not in OF_ONE:
+            if error.kind not in PER_REQUEST_KINDS:
                 raise
             if len(plans) == 1:
                 return [SlotResult.broken(error)]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line, out_of_memory
+from ..files.errors import OutriderError, first_line, is_out_of_memory
 from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import (
     Features,
@@ -177,7 +177,7 @@ class HostEngine(ABC, Generic[Call]):
             yield
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
             raise OutriderError(
-                "memory" if out_of_memory(error) else "backend",
+                "memory" if is_out_of_memory(error) else "backend",
                 f"{self._library} failed on {what}: {first_line(error)}",
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None

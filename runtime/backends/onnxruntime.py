@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line, importing, out_of_memory
+from ..files.errors import OutriderError, first_line, importing, is_out_of_memory
 from ..files.library import add_operators
 from ..files.manifest import (
     ENCODER_FILE,
@@ -65,7 +65,7 @@ def open_session(
             enable_fallback=0,  # otherwise it prints the failure and tries again on the CPU
         )
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise OutriderError(
                 "memory",
                 f"not enough memory to open {file}",

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backends.engine import Logits
 from ..calls import first_forbidden, prefill, slot_sampling, span
-from ..files.errors import blaming
+from ..files.errors import attribute_errors_to
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import confidence
 from ..sequence import ActiveSequence
@@ -103,8 +103,8 @@ class Proposer:
             self._drafts[name] = draft = KINDS[name](self.sources)
         return draft
 
-    def _blaming(self, sequence: ActiveSequence) -> AbstractContextManager[None]:
-        return blaming(f"draft={sequence.request.draft}")
+    def _attribute_errors(self, sequence: ActiveSequence) -> AbstractContextManager[None]:
+        return attribute_errors_to(f"draft={sequence.request.draft}")
 
     def _at_once(self, drafted: Drafted) -> None:
         """Get all tokens of the drafts that are `at_once`; gamma becomes the number of tokens."""
@@ -114,7 +114,7 @@ class Proposer:
             if draft.at_once:
                 by_draft.setdefault(draft, {})[sequence] = gamma
         for draft, wanted in by_draft.items():
-            with self._blaming(next(iter(wanted))):
+            with self._attribute_errors(next(iter(wanted))):
                 found = {x: [*map(index, tokens)] for x, tokens in draft.propose(wanted).items()}
             for sequence, proposed in found.items():
                 tokens = proposed[: wanted[sequence]]
@@ -160,7 +160,7 @@ class Proposer:
             return
         if not isinstance(draft, ModelDraft):
             width = self.sources.width
-            with self._blaming(sequence):
+            with self._attribute_errors(sequence):
                 row[:width] = draft.row(sequence, tokens[:step])[:width]
         if not draft.at_once:
             temper(row, sequence)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from ..files.errors import OF_ONE, OutriderError
+from ..files.errors import PER_REQUEST_KINDS, OutriderError
 from ..sequence import ActiveSequence, Request
 from ..stats import Stats
 from .line import Caller, Cancelled
@@ -177,7 +177,7 @@ class Batch(Running[tuple[int, Result]]):
                 request, transcript = self._engine.prepare(prompt, options)
                 sequence = self._engine.enter(request)
             except OutriderError as error:
-                if error.kind not in OF_ONE:
+                if error.kind not in PER_REQUEST_KINDS:
                     raise
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
                 self._finished.append((number, result))
