@@ -23,7 +23,7 @@ from .files.manifest import (
     TOKENIZER_FILE,
     Manifest,
     read_bundle,
-    verify_part,
+    verify_hashes,
 )
 from .files.progress import size_text
 from .files.records import readable
@@ -80,7 +80,7 @@ def load(
     with _unreplaced(folder):
         manifest = read_bundle(folder, verify=False)
         if verify:
-            verify_part(folder, manifest, weights=False)
+            verify_hashes(folder, manifest, weights=False)
         ordinal = choose_device(manifest, folder, device)
         gpu = ordinal is not None
         check_bundle(manifest, folder, gpu=gpu)
@@ -154,7 +154,7 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
 
     def verify() -> None:
         try:
-            verify_part(folder, manifest, weights=True)
+            verify_hashes(folder, manifest, weights=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the caller's thread
             found.append(error)
 
@@ -181,7 +181,8 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     kind, _, number = str(device).partition(":")
     runs_on = ["cpu", "cuda"]  # the portable graphs
     if any(
-        facts.host_alone or facts.encoder or facts.states for _, facts in manifest.pair.models()
+        facts.has_host_weights or facts.encoder or facts.states
+        for _, facts in manifest.pair.models()
     ):
         runs_on = ["cpu"]
     elif manifest.engines is not None:

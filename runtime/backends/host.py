@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, is_out_of_memory
-from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
+from ..files.manifest import CHUNK, FIRST_ROWS, GAMMA_LIMIT, GraphFacts, Manifest
 from .engine import (
     Features,
     HeldRows,
@@ -251,7 +251,7 @@ class HostEngine(ABC, Generic[Call]):
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         start = int(position[0])
         # No round goes back this far, so this is another text, whose first rows may be held.
-        another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
+        another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * GAMMA_LIMIT)
         if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
             return
         rows = self._doubled(need)

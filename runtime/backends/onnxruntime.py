@@ -109,14 +109,14 @@ class OrtEngine(HostEngine[Any]):
     least_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        if facts.host_alone and not kernel.available():
+        if facts.has_host_weights and not kernel.available():
             raise OutriderError(
                 "backend",
                 f"{folder} has quantised weights, which need liboutrider: {kernel.unavailable()}",
                 "Run make plugins, or install a wheel that includes it.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
-        own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
+        own = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         if facts.encoder is not None:

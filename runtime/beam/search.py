@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import is_whole, out_of_range
-from ..files.manifest import MOST_GAMMA
+from ..files.manifest import GAMMA_LIMIT
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row, within
@@ -213,7 +213,7 @@ def _check(width: int, draft_width: int, gamma: int, length_penalty: float) -> N
     for name, value, least, most in (
         ("beams", width, 1, WIDEST),
         ("draft_beams", draft_width, width, 2 * WIDEST),
-        ("gamma", gamma, 0, MOST_GAMMA),  # outside of beam search it may also be "auto"
+        ("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
     ):
         if not is_whole(value) or not least <= value <= most:
             raise out_of_range(name, value, f"a whole number from {least} to {most}")

@@ -93,7 +93,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     engine = EngineFacts("1", "engine.rtx", ["sm89"], [profile], beside)
     engines = {"target": engine, "draft": engine}
     made = {role: files(role, "engine.rtx")["engine.rtx"] for role in engines}
-    listed = pair.carried_files(engines if compiled else None)
+    listed = pair.copied_files(engines if compiled else None)
     if compiled:
         listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
     calls = CallBits([2, 3], [1], True, True, False)

@@ -65,7 +65,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
         vocab_size=pair.target.vocab_size, max_len=pair.length, max_gamma=MAX_GAMMA,
         capacity=capacity,
     )  # fmt: skip
-    files = whole.carried_files(engines) | {
+    files = whole.copied_files(engines) | {
         f"{role}/{engine.file}": file_facts(bundle / role / engine.file)
         for role, engine in engines.items()
     }
