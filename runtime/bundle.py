@@ -26,7 +26,7 @@ from .files.manifest import (
     verify_hashes,
 )
 from .files.progress import size_text
-from .files.records import readable
+from .files.records import convert_read_errors
 from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.line import QUEUE, TIMEOUT, check_line
@@ -273,7 +273,7 @@ def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
     facts, template = manifest.pair.tokenizer, None
     if facts.chat_template:
         path = folder / "tokenizer" / TEMPLATE_FILE
-        with readable(path, f"Build it again: {manifest.rebuild_command(folder)}"):
+        with convert_read_errors(path, f"Build it again: {manifest.rebuild_command(folder)}"):
             template = path.read_text(encoding="utf-8")
     return Tokenizer(
         folder / "tokenizer" / TOKENIZER_FILE,

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from .errors import OutriderError
 from .generation import AudioFacts, FeatureFacts, TextRules
-from .records import Count, Rule, Small, TokenId, between, read_json, readable
+from .records import Count, Rule, Small, TokenId, between, convert_read_errors, read_json
 from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
@@ -521,7 +521,7 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     Raises OutriderError "bundle".
     """
     path = folder / MANIFEST_FILE
-    with readable(folder, _BUILD_REMEDY):
+    with convert_read_errors(folder, _BUILD_REMEDY):
         if not folder.is_dir():
             raise OutriderError("bundle", f"{folder} is not a folder", _BUILD_REMEDY)
         if not path.is_file():
@@ -552,7 +552,7 @@ def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, r
     """Refuse missing, unreadable, truncated and (with `contents`) edited files. Raises "bundle"."""
     for name, facts in files.items():
         path = folder / name
-        with readable(path, remedy):
+        with convert_read_errors(path, remedy):
             if not path.is_file():
                 raise OutriderError("bundle", f"{path} is missing", remedy)
             with path.open("rb") as file:
