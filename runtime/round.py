@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import feed, prefill, slot_sampling, span, with_source
+from .calls import encode_source, forward_slots, prefill, slot_range, slot_sampling
 from .drafts.draft import Sources
 from .drafts.lookup import Corpus
 from .drafts.proposer import Proposer
@@ -44,16 +44,16 @@ def speculate(
     drafted = proposer.propose(gammas)
 
     # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
-    within = span(gammas)
-    fed = {
+    bounds = slot_range(gammas)
+    inputs = {
         x: (x.slot.target_len, [x.slot.pending, *drafts]) for x, drafts in drafted.tokens.items()
     }
-    logits = feed(target, slots.target_lengths, within, fed)
+    logits = forward_slots(target, slots.target_lengths, bounds, inputs)
 
     # Accept each x with probability min(1, p/q); correct the first rejected one, or extend.
-    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])
+    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=bounds[0])
     return [
-        SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - within[0]))
+        SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - bounds[0]))
         for (sequence, drafts), verdict in zip(drafted.tokens.items(), verdicts, strict=True)
     ]
 
@@ -96,7 +96,7 @@ class HostRounds(Rounds):
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
         self._clock.lap()
-        sequence.request = with_source(self._target, slot.index, sequence.request)
+        sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..backends.engine import Ids, Logits
-from ..calls import feed, readable, slot_sampling, span
+from ..calls import forward_slots, replace_unknown_ids, slot_range, slot_sampling
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, temper
@@ -67,9 +67,9 @@ class ChainDraft(Draft):
         """Draft with lookups, verify with the draft model, then accept, correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
         assert engine is not None and inner is not None
-        within = first, last = span(active)
+        bounds = first, last = slot_range(active)
         # A sequence with enough drafts sits out this call, behind the rows that its drafts wrote.
-        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+        inputs: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
             x: (len(x.slot.tokens) - 1 + len(drafts), [])
             for x, drafts in tokens.items()
             if first <= x.slot.index < last
@@ -77,8 +77,10 @@ class ChainDraft(Draft):
         for sequence, guess in zip(active, guesses, strict=True):
             known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in `ModelDraft.step`
             start = len(sequence.slot.tokens) + len(known) - 4
-            fed[sequence] = start, readable(engine, [*known[-2:], *guess])
-        logits = feed(engine, self.sources.slots.draft_lengths, within, fed, since=1)
+            inputs[sequence] = start, replace_unknown_ids(engine, [*known[-2:], *guess])
+        logits = forward_slots(
+            engine, self.sources.slots.draft_lengths, bounds, inputs, logits_from=1
+        )
         for sequence in active:
             temper(logits[sequence.slot.index - first], sequence)
         inner.begin([

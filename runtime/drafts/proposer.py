@@ -13,7 +13,7 @@ from operator import index
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import first_forbidden, prefill, slot_sampling, span
+from ..calls import first_forbidden, prefill, slot_range, slot_sampling
 from ..files.errors import attribute_errors_to
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import confidence
@@ -93,7 +93,7 @@ class Proposer:
         if with_rows:
             self._steps(drafts, drafted)
         if not with_rows or any(draft.at_once for draft in with_rows):
-            self._sampler.give(list(drafted.tokens.values()), span(drafts or gammas)[0])
+            self._sampler.give(list(drafted.tokens.values()), slot_range(drafts or gammas)[0])
         return drafted
 
     def _of(self, sequence: ActiveSequence) -> Draft:
@@ -123,7 +123,7 @@ class Proposer:
 
     def _steps(self, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
         """Draw x1..x(gamma) of each sequence from q; for tokens already proposed, only the rows."""
-        first, last = span(drafts)
+        first, last = slot_range(drafts)
         gammas, tokens = drafted.gammas, drafted.tokens
         drafting = [x for x, draft in drafts.items() if isinstance(draft, ModelDraft)]
         model = drafts[drafting[0]] if drafting else None

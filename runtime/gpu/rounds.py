@@ -236,7 +236,7 @@ class DeviceRounds(Programs):
             (at.slots + index * kernel.SLOT.itemsize, slot),
         ]
         if self.draft is not None:
-            # A narrower draft reads the target's extra tokens as 0 (see `calls.readable`).
+            # A narrower draft reads the target's extra tokens as 0: `calls.replace_unknown_ids`.
             read = np.where(ids < self.draft.vocab_size, ids, 0)
             uploads.append((draft_text, read))
         for address, array in uploads:

@@ -67,7 +67,10 @@ def test_padding_is_never_emitted(temperature: float, draft_width: int) -> None:
 def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
     with pytest.raises(AssertionError):
         odd_widths(1.0, 20, vocab_size=24)
-    unchanged = "drafts.model.readable", lambda engine, tokens: np.array(tokens, np.int64)
+    unchanged = (
+        "drafts.model.replace_unknown_ids",
+        lambda engine, tokens: np.array(tokens, np.int64),
+    )
     with broken(*unchanged), pytest.raises(AssertionError):
         odd_widths(0.0, 10)
 
