@@ -158,7 +158,7 @@ class Decoder:
         rest = seconds - result.time_draft - caught_up
         costs.observe(len(plans), steps, result.time_draft, rest)
         if caught_up and behind:
-            costs.caught_up(len(plans), behind, caught_up)
+            costs.observe_catch_up(len(plans), behind, caught_up)
 
     def _left(self, sequence: ActiveSequence) -> int:
         """How many more tokens the text can have."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from .costs import PRIOR, WEIGHT, Costs, EarlierTexts, RoundCosts
+from .costs import PRIOR_ACCEPTANCE, PRIOR_WEIGHT, Costs, EarlierTexts, RoundCosts
 
 KEEP = 0.96  # factor by which earlier observations fade with every round
 STAY = 8  # rounds for which a choice is kept
@@ -99,7 +99,7 @@ class Acceptance:
 
     def __init__(self, max_gamma: int, prior: float):
         # Tokens examined and accepted: in total, and at each position.
-        self.seen, self.kept = WEIGHT, prior * WEIGHT
+        self.seen, self.kept = PRIOR_WEIGHT, prior * PRIOR_WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
 
     def add(self, examined: int, accepted: int) -> None:
@@ -114,13 +114,14 @@ class Acceptance:
         which stays near the common one while there are few observations."""
         common, reached, tokens = self.kept / self.seen, 1.0, [1.0]
         for seen, kept in zip(self.seen_at, self.kept_at, strict=True):
-            reached *= (kept + WEIGHT * common) / (seen + WEIGHT)
+            reached *= (kept + PRIOR_WEIGHT * common) / (seen + PRIOR_WEIGHT)
             tokens.append(tokens[-1] + reached)
         return tokens
 
     def forget(self) -> None:
         """Forget all but one token of what was observed, and add one with the prior acceptance."""
-        self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
+        self.kept = self.kept / max(1.0, self.seen) + PRIOR_ACCEPTANCE
+        self.seen = min(1.0, self.seen) + 1
         self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
         self.seen_at = [min(1.0, s) for s in self.seen_at]
 
@@ -157,7 +158,7 @@ class Measured:
         self.settings = settings
         # Both are set in the first round: a request may never run.
         self.acceptance: Acceptance | None = None
-        self.earlier: EarlierTexts | None = None
+        self.earlier_texts: EarlierTexts | None = None
         # The choice, its batch size, and the number of rounds for which it is still kept.
         self.gamma, self.batch, self.left = 1, 0, 0
         # Rounds with drafts since then: the arguments of `observe`, and how many tokens were read.
@@ -171,23 +172,23 @@ class Measured:
         if self.left and (batch == self.batch or self.gamma == 0):
             self.left -= 1
             return self.named.next(batch) if self.named and self.gamma else self.gamma
-        if self.acceptance is None or self.earlier is None:
-            self.earlier = self.costs.earlier(self.settings)
-            self.earlier.began()
-            self.acceptance = Acceptance(self.max_gamma, self.earlier.acceptance)
-        if (lacking := self.costs.lacking(batch)) is not None:
-            return lacking
+        if self.acceptance is None or self.earlier_texts is None:
+            self.earlier_texts = self.costs.earlier_texts(self.settings)
+            self.earlier_texts.record_start()
+            self.acceptance = Acceptance(self.max_gamma, self.earlier_texts.acceptance)
+        if (untimed := self.costs.gamma_to_time(batch)) is not None:
+            return untimed
         self.batch, self.left = batch, 0
         costs = self.costs.rounds(batch)
         for gamma, examined, accepted, behind in self.unsettled:
             tokens = accepted + 1
             self.tokens += tokens
-            self.lost += costs.round(gamma) + costs.catching_up(behind) - tokens
+            self.lost += costs.round(gamma) + costs.catch_up(behind) - tokens
             examined = min(examined, tokens)  # the block rule examines tokens after a rejection
-            self.earlier.add(examined, min(accepted, examined))
+            self.earlier_texts.add(examined, min(accepted, examined))
             self.acceptance.add(examined, min(accepted, examined))
         self.unsettled.clear()
-        spare = ALLOWANCE + RATE * self.tokens - self.lost - costs.catching_up(self.behind)
+        spare = ALLOWANCE + RATE * self.tokens - self.lost - costs.catch_up(self.behind)
         gamma = self._choose(costs, self.acceptance, spare)
         if gamma == 0:
             return 0

@@ -136,7 +136,7 @@ def _costs(
     if plain is not None and plain.stats.rounds and stats.drafted:
         return findings({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
     known = engine.decoder.costs.get(draft)
-    return known.timed(1) if known else None
+    return known.rounds_if_timed(1) if known else None
 
 
 def _text(session: Session, prompt: Prompt | None) -> Result:

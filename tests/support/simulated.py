@@ -92,7 +92,7 @@ def simulate(
         if known:
             known.observe(1, gamma, *machine.timings(gamma, slow))
             if reading:
-                known.caught_up(1, behind, STEP * level * reading)
+                known.observe_catch_up(1, behind, STEP * level * reading)
         stay, behind = (stay + 1, 0) if gamma else (0, behind + 1)
         run.at.append(run.tokens)
         run.gammas.append(gamma)
