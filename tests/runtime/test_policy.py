@@ -9,7 +9,7 @@ import pytest
 from simulated import MAX_GAMMA, STEP, Machine, coins, recorded, simulate, speeds
 
 from runtime.costs import MAX_SETTINGS, Costs, RoundCosts
-from runtime.policy import LONGEST_PAUSE, Measured, Policy, make_policy
+from runtime.policy import LONGEST_PAUSE, MeasuredPolicy, Policy, make_policy
 from runtime.theory.formulas import best_gamma
 
 PAIR = Machine(0.2, 0.03, reading=0.0125, cold=0.15)  # about those of the bundled pair
@@ -230,10 +230,10 @@ def test_a_cut_block_says_nothing_about_the_rest() -> None:
         policy.next(1)
     assert policy.next(2) == 0 and policy.next(1) == 8
     policy = auto(timed(1, 2, cost=0.05))
-    assert isinstance(policy, Measured) and policy.next(1) > 0
+    assert isinstance(policy, MeasuredPolicy) and policy.next(1) > 0
     policy.observe(8, 8, 1)
     assert policy.next(2) > 0 and policy.acceptance
-    assert policy.acceptance.seen_at[:3] == [1, 1, 0]
+    assert policy.acceptance.examined_at[:3] == [1, 1, 0]
 
 
 def test_texts_begin_where_others_with_their_settings_did() -> None:

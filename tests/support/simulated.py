@@ -58,7 +58,7 @@ class Machine:
 @dataclass
 class Run:
     """Of one text: tokens, time in plain steps, gammas, and where in the text each round began;
-    loss: the largest excess over the promise of `policy.Measured`, after any round."""
+    loss: the largest excess over the promise of `policy.MeasuredPolicy`, after any round."""
 
     tokens: int = 0
     time: float = 0.0
@@ -99,7 +99,7 @@ def simulate(
         run.tokens += accepted + 1
         run.time += slow * sum(machine.parts(gamma)) + level * reading
         run.plain += level * (accepted + 1)
-        promise = policy.ALLOWANCE + policy.RATE * run.tokens
+        promise = policy.LOSS_ALLOWANCE + policy.LOSS_RATE * run.tokens
         run.loss = max(run.loss, run.time - run.plain - promise)
     return run
 
