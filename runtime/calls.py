@@ -27,14 +27,14 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
 
 def encode_source(engine: Engine, slot: int, request: Request) -> Request:
     """Encode the request's source into the slot; returns the request with the second token of its
-    prompt filled in if the model is to choose it (`Request.second`)."""
+    prompt filled in if the model is to choose it (`Request.second_token_candidates`)."""
     engine.encode(slot, request.source)
-    if not request.second:
+    if not request.second_token_candidates:
         return request
     first, _, *others = request.prompt
-    row, ids = prefill(engine, slot, [first], 0), np.array(sorted(request.second))
+    row, ids = prefill(engine, slot, [first], 0), np.array(sorted(request.second_token_candidates))
     best = int(ids[row[ids].argmax()])
-    return replace(request, prompt=[first, best, *others], second=())
+    return replace(request, prompt=[first, best, *others], second_token_candidates=())
 
 
 def pad_to_narrowest(engine: Engine, ids: Ids) -> Ids:

@@ -37,7 +37,7 @@ def speculate(
     Raises OutriderError("numeric") for a broken row. The round can then be repeated: nothing is
     committed, and random numbers depend only on the position in the text.
     """
-    gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
+    gammas = {plan.sequence: min(plan.gamma, plan.max_drafts) for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
     for sequence in proposer.lacking(gammas):
         proposer.read(sequence)
@@ -104,7 +104,7 @@ class HostRounds(Rounds):
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
         except OutriderError as error:
-            return SlotResult.broken(error)
+            return SlotResult.failed(error)
         return SlotResult([], verdict, lambda: rows[0])
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
@@ -123,7 +123,7 @@ class HostRounds(Rounds):
             if error.kind not in PER_REQUEST_KINDS:
                 raise
             if len(plans) == 1:
-                return [SlotResult.broken(error)]
+                return [SlotResult.failed(error)]
         alone = (part for plan in plans for part in self._parts([plan]))
         # Copied, because the logits of these rounds share a buffer.
         return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]

@@ -34,8 +34,8 @@ class NgramDraft(GuessedDraft):
         self._lookups: dict[ActiveSequence, Lookup] = {}
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
-        """The tokens to search: `sequence.seen`, or the beginning of it."""
-        return sequence.seen
+        """The tokens to search: `sequence.copyable_tokens`, or the beginning of it."""
+        return sequence.copyable_tokens
 
     def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
         lookup = self._lookups.get(sequence)
@@ -43,7 +43,7 @@ class NgramDraft(GuessedDraft):
             self._lookups[sequence] = lookup = Lookup(corpus=self.sources.corpus)
         known = self.known(sequence)
         lookup.read(known)
-        return lookup.propose(count, [*sequence.seen[len(known) :], *drafts])
+        return lookup.propose(count, [*sequence.copyable_tokens[len(known) :], *drafts])
 
     def forget(self, sequence: ActiveSequence) -> None:
         self._lookups.pop(sequence, None)

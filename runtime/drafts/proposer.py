@@ -62,7 +62,7 @@ class Proposer:
             for sequence, gamma in gammas.items()
             if gamma
             and self._of(sequence).reads_model
-            and (sequence.slot.draft_lacks or not self._has_source(sequence))
+            and (sequence.slot.draft_unread or not self._has_source(sequence))
         ]
 
     def _has_source(self, sequence: ActiveSequence) -> bool:
@@ -75,8 +75,8 @@ class Proposer:
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
         engine.encode(slot.index, sequence.request.source)
-        if slot.draft_lacks:
-            need = slot.draft_len + slot.draft_lacks
+        if slot.draft_unread:
+            need = slot.draft_len + slot.draft_unread
             # An interrupted read may have overwritten the rows that this one would start from.
             start = engine.held.resumes(slot.index, slot.draft_len)
             prefill(engine, slot.index, slot.tokens[:need], start)

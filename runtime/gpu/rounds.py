@@ -110,7 +110,7 @@ class DeviceRounds(Programs):
                 [
                     plan
                     for plan, in_flight in zip(plans, launched, strict=True)
-                    if plan.left > 1 and plan.gamma == in_flight.wanted[plan.sequence]
+                    if plan.tokens_left > 1 and plan.gamma == in_flight.wanted[plan.sequence]
                 ],
                 1,
             )
@@ -129,7 +129,7 @@ class DeviceRounds(Programs):
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
         """The shape of a round that comes `ahead` rounds after the one that the plans are for."""
         # To need few graphs, a text near its end drafts fewer tokens in a graph of the same width.
-        drafting = any(plan.gamma and plan.limit > ahead for plan in plans)
+        drafting = any(plan.gamma and plan.max_drafts > ahead for plan in plans)
         return Shape(
             max(plan.gamma for plan in plans) if drafting else 0,
             1 + max(plan.sequence.slot.index for plan in plans),
@@ -178,12 +178,12 @@ class DeviceRounds(Programs):
         self._read(in_flight, sequence)
         alone = in_flight.shape.batch == 1  # slot 0, or a first token in any slot
         row = 0 if alone else sequence.slot.index
-        gamma = min(in_flight.wanted[sequence], plan.limit)
+        gamma = min(in_flight.wanted[sequence], plan.max_drafts)
         found, ratios = landed["verdicts"][row], landed["ratios"][row]
         if found["status"]:
             slot = sequence.slot
             asked = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
-            return SlotResult.broken(kernel.failure(kernel.load(), found, asked))
+            return SlotResult.failed(kernel.failure(kernel.load(), found, asked))
         verdict = Verdict(
             int(found["accepted"]), int(found["token"]), tuple(ratios[: found["examined"]])
         )
@@ -247,9 +247,9 @@ class DeviceRounds(Programs):
         begin, any_rows = time.perf_counter(), False
         for plan in plans:
             slot = plan.sequence.slot
-            if min(plan.gamma, plan.limit) and slot.draft_lacks:
+            if min(plan.gamma, plan.max_drafts) and slot.draft_unread:
                 assert self.draft is not None
-                need = slot.draft_len + slot.draft_lacks
+                need = slot.draft_len + slot.draft_unread
                 self._prefill(self.draft, self._at.draft_tokens, slot.index, slot.draft_len, need)
                 slot.draft_len, any_rows = need, True
         if any_rows:

@@ -73,7 +73,7 @@ def make_request(
         logprobs=options.logprobs,
         stop=transcript.push,
         source=source,
-        second=_second(prompt, pair),
+        second_token_candidates=_language_tokens(prompt, pair),
         processors=processors,
     )
     decoder.check(request)
@@ -213,8 +213,9 @@ def _items(prompt: Any) -> list[Any]:
     )
 
 
-def _second(prompt: Prompt | None, pair: Pair) -> list[int]:
-    """`Request.second`: the language tokens, if the model is to detect the language."""
+def _language_tokens(prompt: Prompt | None, pair: Pair) -> list[int]:
+    """`Request.second_token_candidates`: the language tokens, if the model is to
+    detect the language."""
     audio = pair.audio
     if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
         return []
