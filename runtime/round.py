@@ -39,8 +39,8 @@ def speculate(
     """
     gammas = {plan.sequence: min(plan.gamma, plan.max_drafts) for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
-    for sequence in proposer.lacking(gammas):
-        proposer.read(sequence)
+    for sequence in proposer.sequences_behind(gammas):
+        proposer.catch_up(sequence)
     drafted = proposer.propose(gammas)
 
     # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
@@ -82,12 +82,12 @@ class HostRounds(Rounds):
         width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
         sources = Sources(width, self.slots, draft, inner, tables, corpus)
         # Rounds and drafts contain no timing code; the objects they call are timed.
-        self._sampler = clock.around(
+        self._sampler = clock.timed_proxy(
             sampler, begin="host", give="host", draw="sample", verify="sample"
         )
-        self._target = clock.around(target, forward="verify", encode="verify")
+        self._target = clock.timed_proxy(target, forward="verify", encode="verify")
         self.proposer = Proposer(sources, self._sampler)
-        self._proposer = clock.around(self.proposer, propose="draft", read="draft_prefill")
+        self._proposer = clock.timed_proxy(self.proposer, propose="draft", catch_up="draft_prefill")
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -109,13 +109,13 @@ class HostRounds(Rounds):
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._clock.lap()
-        parts = self._parts(plans)
+        parts = self._run_or_split(plans)
         times = self._clock.lap()
         return RoundResult(
             parts, times["draft"], times["draft_prefill"], times["verify"], times["sample"]
         )
 
-    def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
+    def _run_or_split(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
         """Run a round; if it fails because of one sequence, run each sequence separately."""
         try:
             return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
@@ -124,7 +124,7 @@ class HostRounds(Rounds):
                 raise
             if len(plans) == 1:
                 return [SlotResult.failed(error)]
-        alone = (part for plan in plans for part in self._parts([plan]))
+        alone = (part for plan in plans for part in self._run_or_split([plan]))
         # Copied, because the logits of these rounds share a buffer.
         return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]
 

@@ -166,26 +166,26 @@ class Stopwatch:
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def around(self, thing: T, **parts: Part) -> T:
-        """A proxy for `thing` whose named methods are counted as the given parts."""
-        return cast(T, _Timed(thing, self, parts))
+    def timed_proxy(self, wrapped: T, **parts: Part) -> T:
+        """A proxy for `wrapped` whose named methods are counted as the given parts."""
+        return cast(T, _TimedProxy(wrapped, self, parts))
 
 
-class _Timed:
-    """See `Stopwatch.around`. Methods are looked up at each call, so they may be replaced."""
+class _TimedProxy:
+    """See `Stopwatch.timed_proxy`. Methods are looked up at each call, so they may be replaced."""
 
-    def __init__(self, thing: Any, watch: Stopwatch, parts: dict[str, Part]):
-        self._thing = thing
+    def __init__(self, wrapped: Any, watch: Stopwatch, parts: dict[str, Part]):
+        self._wrapped = wrapped
         for name, part in parts.items():
 
             def call(*args: Any, name: str = name, part: Part = part, **options: Any) -> Any:
                 before = watch.enter(part)
                 try:
-                    return getattr(thing, name)(*args, **options)
+                    return getattr(wrapped, name)(*args, **options)
                 finally:
                     watch.enter(before)
 
             setattr(self, name, call)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._thing, name)
+        return getattr(self._wrapped, name)
