@@ -29,7 +29,7 @@ from .files.progress import size_text
 from .files.records import convert_read_errors
 from .sequence import Rounds
 from .text.engine import TextEngine
-from .text.line import QUEUE, TIMEOUT, check_line
+from .text.slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, check_queue_options
 from .text.tokenizer import Tokenizer
 
 
@@ -45,8 +45,8 @@ def load(
     table: str | Path | None = None,
     corpus: str | Path | None = None,
     reuse: bool = True,
-    queue: int = QUEUE,
-    timeout: float | None = TIMEOUT,
+    queue: int = DEFAULT_QUEUE,
+    timeout: float | None = DEFAULT_TIMEOUT,
     plain_width: int | None = None,
     draft_model: bool = True,
 ) -> TextEngine:
@@ -75,7 +75,7 @@ def load(
 
     Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
-    check_line(queue, timeout)
+    check_queue_options(queue, timeout)
     folder = Path(folder)
     with _unreplaced(folder):
         manifest = read_bundle(folder, verify=False)

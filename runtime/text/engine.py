@@ -18,10 +18,10 @@ from ..files.manifest import Manifest
 from ..sequence import ActiveSequence, Request
 from ..slots import Slot
 from ..stats import Stats
-from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Options, Prompt
 from .requests import make_request
 from .results import Result, Transcript
+from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
 from .speech import Heard, Transcription, transcribe
 from .stream import Batch, Stream
 from .together import Together
@@ -46,14 +46,14 @@ class TextEngine:
         decoder: Decoder,
         memory: Mapping[str, int] | None = None,
         *,
-        queue: int = QUEUE,
-        timeout: float | None = TIMEOUT,
+        queue: int = DEFAULT_QUEUE,
+        timeout: float | None = DEFAULT_TIMEOUT,
         bits: Bits | None = None,
     ):
         self.manifest, self.tokenizer = manifest, tokenizer
         self.bits = bits or Bits()  # what the output is promised not to depend on
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
-        self.line = Line(len(decoder.slots), queue, timeout)
+        self.slot_queue = SlotQueue(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
         self._turn = threading.RLock()  # reentrant: a caller in `undisturbed` may close the engine
         self._together = Together()
@@ -70,7 +70,7 @@ class TextEngine:
     def close(self) -> None:
         """Free the memory, after the round that may be running. Open streams and calls that wait
         for a slot raise OutriderError "bundle"."""
-        self.line.close()
+        self.slot_queue.close()
         with self._turn:
             self._decoder = None
             self.dropped.clear()
@@ -166,11 +166,11 @@ class TextEngine:
     def admit(self, caller: Caller, request: Request) -> ActiveSequence:
         """Wait for a slot and start the request in it. Raises "busy", and what `Decoder.admit`
         raises."""
-        self.line.take(caller)
+        self.slot_queue.acquire(caller)
         try:
             return self.enter(request)
         except BaseException:
-            self.line.give_back(caller)
+            self.slot_queue.release(caller)
             raise
 
     def enter(self, request: Request) -> ActiveSequence:
@@ -204,7 +204,7 @@ class TextEngine:
             with self._turn:
                 self._release()
         finally:
-            self.line.give_back(caller)
+            self.slot_queue.release(caller)
 
     def drop(self, caller: Caller, sequences: Collection[ActiveSequence]) -> None:
         """Free the slots of a stream that nothing refers to any more, at the next opportunity.
@@ -212,7 +212,7 @@ class TextEngine:
         Waits for no lock: the garbage collector may run anywhere, in a round or in the queue.
         """
         self.dropped.extend(sequences)
-        self.line.drop(caller)
+        self.slot_queue.drop(caller)
 
     def count(self, result: Result) -> None:
         """Add a finished request to the totals."""
@@ -238,12 +238,12 @@ class TextEngine:
         "busy"."""
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         try:
-            self.line.take(caller, slots)
+            self.slot_queue.acquire(caller, slots)
             with self._turn:
                 self._release()
                 yield
         finally:
-            self.line.give_back(caller, None)
+            self.slot_queue.release(caller, None)
 
     def _release(self) -> None:
         """Release the slots of dropped sequences. The caller must hold `_turn`."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 from ..files.errors import PER_REQUEST_KINDS, OutriderError
 from ..sequence import ActiveSequence, Request
 from ..stats import Stats
-from .line import Caller, Cancelled
 from .options import Options
 from .results import Event, Result, Transcript
+from .slot_queue import Caller, Cancelled
 
 if TYPE_CHECKING:
     from .engine import TextEngine
@@ -60,7 +60,7 @@ class Running(ABC, Generic[Item]):
     def close(self) -> None:
         """End the iteration, from any thread, and free its slots. If another thread is in a round
         of it, the slots are freed when that round is over, and that thread's iteration ends."""
-        self._engine.line.cancel(self._caller)
+        self._engine.slot_queue.cancel(self._caller)
         if self._advancing.acquire(blocking=False):
             try:
                 self._end()
@@ -71,7 +71,7 @@ class Running(ABC, Generic[Item]):
         if not self._ended:
             for sequence in list(self._sequences):
                 self._leave(sequence)
-            self._engine.line.give_back(self._caller, None)  # the rest, after an interrupt
+            self._engine.slot_queue.release(self._caller, None)  # the rest, after an interrupt
             self._ended = True
 
     def _leave(self, sequence: ActiveSequence) -> None:
@@ -156,16 +156,16 @@ class Batch(Running[tuple[int, Result]]):
 
     def _slot(self) -> bool:
         """Whether a slot was taken for the next prompt. A batch that holds none waits for one."""
-        line = self._engine.line
+        queue = self._engine.slot_queue
         if self._sequences:
-            return line.take_if_free(self._caller)
-        line.take(self._caller)
+            return queue.try_acquire(self._caller)
+        queue.acquire(self._caller)
         return True
 
     def _join(self) -> None:
         """Start the next prompt in the slot that has been taken for it."""
         with ExitStack() as refused:
-            refused.callback(self._engine.line.give_back, self._caller)
+            refused.callback(self._engine.slot_queue.release, self._caller)
             if (following := next(self._source, None)) is None:
                 self._read = True
                 return
