@@ -89,7 +89,7 @@ def beam_texts(
         system=system, special_tokens=special_tokens, source=source,
     )  # fmt: skip
     request = engine.request(prompt, options)
-    with engine.undisturbed():
+    with engine.exclusive_access():
         request = encode_source(decoder.target, 0, request)
         ids = request.prompt
         found = beam_search(

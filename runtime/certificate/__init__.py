@@ -236,7 +236,7 @@ def _replay(
     numbers: list[tuple[float, float]] = []
     mismatches: list[Mismatch] = []
     rounding = Rounding(engine.decoder.vocab_size, params.repetition_penalty)
-    with engine.exclusive() as slot:
+    with engine.exclusive_slot() as slot:
         request = encode_source(engine.decoder.target, slot.index, request)
         replay = Replay(engine, request)
         target, draft = Forced(engine.decoder.target, slot, request), None

@@ -110,7 +110,7 @@ def transcribe(
 
     def look(prompt: list[int], window: MelFrames) -> Logits:
         source = read_source(Options(source=window), pair, engine.tokenizer)
-        with engine.exclusive(prompt, source) as slot:
+        with engine.exclusive_slot(prompt, source) as slot:
             target = engine.decoder.target
             target.encode(slot.index, source)  # kept for `say`, which reads the same window
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()

@@ -21,7 +21,7 @@ from runtime.drafts.draft import GuessedDraft
 from runtime.drafts.registry import KINDS
 from runtime.sampling.processors import Ids
 from runtime.sequence import ActiveSequence
-from runtime.text import together
+from runtime.text import shared_rounds
 
 MODEL = random_model(1, never=[EOS])
 
@@ -68,9 +68,9 @@ def test_threads_share_rounds(
         real(batch)
 
     monkeypatch.setattr(engine.decoder, "round", round)
-    monkeypatch.setattr(together, "PATIENCE", 1000.0)  # of rounds of two milliseconds
+    monkeypatch.setattr(shared_rounds, "WAIT_SHARE", 1000.0)  # of rounds of two milliseconds
     if not shared:
-        monkeypatch.setattr(engine, "round", lambda some: engine._rounded(lambda: list(some)))
+        monkeypatch.setattr(engine, "round", lambda some: engine._run_round(lambda: list(some)))
     begun = threading.Barrier(2)
 
     def text(prompt: str) -> list[int]:
@@ -114,7 +114,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
             assert leaving.wait(30)
         seen.append(wanted())
 
-    shared = together.Together()
+    shared = shared_rounds.RoundSharer()
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(shared.round, [first], run)
         assert running.wait(30)
@@ -128,7 +128,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
     assert seen == [[first], []]
 
 
-@pytest.mark.parametrize("at", ["_changed.notify_all", "_gather", "_serve"])
+@pytest.mark.parametrize("at", ["_changed.notify_all", "_wait_for_last_participants", "_run_round"])
 def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
     """Fault: the next round writes a slot that was given back, or waits for one that never ends."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
@@ -137,7 +137,7 @@ def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
     def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
         seen.append(wanted())
 
-    shared = together.Together()
+    shared = shared_rounds.RoundSharer()
     with interrupted_once(shared, at), pytest.raises(KeyboardInterrupt):
         shared.round([first], run)
     with ThreadPoolExecutor(1) as pool:
@@ -152,7 +152,7 @@ def test_an_interrupt_loses_no_tokens_of_others(
     engine = make_text_engine(tmp_path, MODEL, slots=2)
     prompts, options = ("abc", "b"), Options(max_new_tokens=60, ignore_eos=True)
     alone = [engine.generate(prompt, options).token_ids for prompt in prompts]
-    shared, real, interrupted = engine._together, engine.decoder.round, list[int]()
+    shared, real, interrupted = engine._round_sharer, engine.decoder.round, list[int]()
 
     def round(batch: Collection[ActiveSequence]) -> None:
         while len(batch) < 2 and not interrupted and not shared._waiting:
@@ -175,7 +175,7 @@ def test_an_interrupt_loses_no_tokens_of_others(
 
 
 @pytest.mark.parametrize(
-    "at", ["slot_queue._try_grant", "_together.forget", "decoder.release", "count"]
+    "at", ["slot_queue._try_grant", "_round_sharer.forget", "decoder.release", "count"]
 )
 def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
     engine = make_text_engine(tmp_path, MODEL)
@@ -245,7 +245,7 @@ def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
         next(engine.stream("abc"))
         next(engine.batch(["abc"] * 3, max_new_tokens=3))
     assert engine.slot_queue.free == 2
-    with engine.undisturbed():
+    with engine.exclusive_access():
         assert engine.decoder.slots.free == 2
 
 
@@ -253,7 +253,7 @@ def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
     """Fault: a collection in a round wants the line's lock, one in the line wants the round's."""
     stream = engine.stream("abc")
     next(stream)
-    with engine._turn, engine.slot_queue._changed, ThreadPoolExecutor(1) as pool:
+    with engine._decoder_lock, engine.slot_queue._changed, ThreadPoolExecutor(1) as pool:
         pool.submit(stream.__del__).result(30)
     stream._ended = True  # as if it were gone
     assert engine.slot_queue.free == 2
