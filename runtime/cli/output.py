@@ -15,7 +15,7 @@ from typing import TextIO
 from ..files.errors import OutriderError, discard
 from ..text.engine import TextEngine
 from ..text.options import Options
-from ..text.pace import Smooth
+from ..text.pace import SmoothWriter
 from ..text.stream import Stream
 from . import report
 
@@ -70,7 +70,7 @@ class Session:
         with ExitStack() as stack:
             smooth = None
             if self.args.pace == "smooth":
-                smooth = stack.enter_context(Smooth(self.out.write))
+                smooth = stack.enter_context(SmoothWriter(self.out.write))
             for event in stream:
                 pieces = [report.color(*p) if self.args.color else p[0] for p in event.pieces]
                 if smooth is not None:

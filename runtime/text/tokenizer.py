@@ -91,7 +91,7 @@ class Tokenizer:
         "prompt"."""
         if special_tokens == "control":
             return self.encode(self.render_chat(messages), add_special_tokens=False)
-        rendered = self.render_chat(self._literal.broken(messages))
+        rendered = self.render_chat(self._literal.break_special_tokens(messages))
         _check_unicode(rendered)
         return self._literal.encode_rendered(rendered)
 
