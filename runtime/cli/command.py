@@ -27,9 +27,9 @@ from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
 from .chat import converse
 from .output import Progress, Session, standard_streams
-from .prompts import at_line, batch_requests, prompt_from, source_from
+from .prompts import batch_requests, error_at_line, prompt_from, source_from
 
-WARM_UP = 16  # tokens generated with and without drafts before --baseline measures
+WARM_UP_TOKENS = 16  # tokens generated with and without drafts before --baseline measures
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -85,13 +85,15 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     err.lines(report.notes([options]))
     plain_options = options.plain()
     if args.baseline:
-        few = min(WARM_UP, options.max_new_tokens)
+        warm_up_tokens = min(WARM_UP_TOKENS, options.max_new_tokens)
         for warm_up in (options, plain_options):
-            short = replace(warm_up, max_new_tokens=few, min_new_tokens=0, stop=(), ignore_eos=True)
+            short = replace(
+                warm_up, max_new_tokens=warm_up_tokens, min_new_tokens=0, stop=(), ignore_eos=True
+            )
             engine.generate(prompt, short)
     if args.color:
         err.line(report.legend())
-    result = _text(session, prompt)
+    result = _generate_text(session, prompt)
 
     greedy = options.temperature == 0
     objects: dict[str, Any] = {}
@@ -108,9 +110,9 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     session.show_engine()
     certificate = None
     if args.check:
-        with stage("check", "texts, compared with the target") as said:
-            tell = partial(setattr, said, "phase")
-            certificate = check(engine, prompt, options, tell)
+        with stage("check", "texts, compared with the target") as stage_info:
+            set_phase = partial(setattr, stage_info, "phase")
+            certificate = check(engine, prompt, options, set_phase)
         objects["check"] = certificate.json_object()
         err.lines(certificate.lines())
     if args.json:
@@ -139,7 +141,7 @@ def _costs(
     return known.rounds_if_timed(1) if known else None
 
 
-def _text(session: Session, prompt: Prompt | None) -> Result:
+def _generate_text(session: Session, prompt: Prompt | None) -> Result:
     """Generate, and show the text as it comes or at the end (not at all with --json)."""
     args, out = session.args, session.out
     stream = session.engine.stream(prompt, session.options)
@@ -180,7 +182,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
         try:
             asked.append(engine.request(prompt, options))
         except OutriderError as error:
-            raise at_line(args, number, error) from None
+            raise error_at_line(args, number, error) from None
     refuse_unread(args, {request.draft for request in asked if request.gamma})
     all_options = [options for _, _, options in requests]
     err.lines(report.notes(all_options))
@@ -209,7 +211,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
     failed = [(number, r.error) for (number, *_), r in zip(requests, whole, strict=True) if r.error]
     if failed:
         more = f" (and {len(failed) - 1} more lines)" if len(failed) > 1 else ""
-        raise at_line(args, *failed[0], more)
+        raise error_at_line(args, *failed[0], more)
 
 
 def _gamma_text(options: Collection[Options], gammas: Collection[int], stats: Stats) -> str:

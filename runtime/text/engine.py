@@ -23,7 +23,7 @@ from .requests import make_request
 from .results import Result, Transcript
 from .shared_rounds import RoundSharer
 from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
-from .speech import Heard, Transcription, transcribe
+from .speech import Transcription, WindowCallback, transcribe
 from .stream import Batch, Stream
 from .tokenizer import Tokenizer
 
@@ -130,7 +130,7 @@ class TextEngine:
         language: str | None = None,
         task: str = "transcribe",
         timestamps: bool = False,
-        heard: Heard | None = None,
+        heard: WindowCallback | None = None,
         **options: Any,
     ) -> Transcription:
         """Transcribe a recording of any length with a Whisper model.
