@@ -100,14 +100,14 @@ def min_new_tokens_left(sequence: ActiveSequence) -> int:
 
 
 def first_forbidden(
-    sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, after: int = 0
+    sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, drafts_before: int = 0
 ) -> int:
     """The index of the first token that sampling cannot produce; the number of tokens if there is
     none.
 
-    after: number of drafts before these tokens.
+    drafts_before: number of drafts before these tokens.
     """
-    masked, ends = min_new_tokens_left(sequence) - after, sequence.request.eos_token_ids
+    masked, ends = min_new_tokens_left(sequence) - drafts_before, sequence.request.eos_token_ids
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size or (i < masked and token in ends):
             return i

@@ -98,32 +98,32 @@ def _length_remedy(wanted: int, limits: Limits) -> str:
 
 def _check_draft(request: Request, limits: Limits) -> None:
     """Refuse a draft that is not available, or that does not support the request's options."""
-    name, tempered = request.draft, request.draft_temperature is not None
-    kind, stops = KINDS[name], request.draft_threshold > 0
+    name, has_temperature = request.draft, request.draft_temperature is not None
+    kind, has_threshold = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
         raise _unavailable_draft_error(name, request.gamma, limits)
     refuse_first([
         (kind.point_masses and request.params.verify == "sigmoid",
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
-        ((tempered or stops) and not limits.on_host,
+        ((has_temperature or has_threshold) and not limits.on_host,
          "draft_temperature and draft_threshold are only for the CPU in this version",
          "Leave them out."),
-        (tempered and request.params.temperature == 0,
+        (has_temperature and request.params.temperature == 0,
          "draft_temperature has no effect at temperature=0",
          "Leave it out, or sample with temperature above 0."),
-        (tempered and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
+        (has_temperature and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
          f"draft_temperature={request.draft_temperature} is out of range",
          "It must be from 0.001 to 1000."),
         (not 0 <= request.draft_threshold < 1,
          f"draft_threshold={request.draft_threshold} is out of range",
          "It must be 0 (off) or a probability below 1."),
-        ((tempered or stops) and kind.point_masses,
+        ((has_temperature or has_threshold) and kind.point_masses,
          f"draft={name} has no probabilities for a temperature or threshold",
          "Leave them out, or use the draft model."),
-        (stops and kind.at_once, f"draft={name} always drafts gamma tokens",
+        (has_threshold and kind.at_once, f"draft={name} always drafts gamma tokens",
          "Leave draft_threshold out, or use draft=model."),
-        (stops and request.policy is not None,
+        (has_threshold and request.policy is not None,
          "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
          "Use only one of them."),
     ])  # fmt: skip

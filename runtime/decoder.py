@@ -109,10 +109,10 @@ class Decoder:
         """
         begin = time.perf_counter()
         plans = [self._plan(sequence, len(batch)) for sequence in batch]
-        chosen = time.perf_counter()
+        planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
-        after = time.perf_counter()
+        ran_at = time.perf_counter()
         for sequence, part in zip(batch, result.parts, strict=True):
             try:
                 self._commit(sequence, part)
@@ -120,11 +120,11 @@ class Decoder:
                 self._fail_if_incomplete(sequence)
                 raise
         end = time.perf_counter()
-        self._record_costs(result, plans, unread, end - chosen)
+        self._record_costs(result, plans, unread, end - planned_at)
         for sequence in batch:
             stats = sequence.stats
             stats.time_verify += result.time_verify
-            stats.time_sample += result.time_sample + (end - after)
+            stats.time_sample += result.time_sample + (end - ran_at)
             stats.time_draft += result.time_draft
             stats.time_draft_prefill += result.time_draft_prefill
             stats.time_rounds += end - begin - result.time_draft_prefill
@@ -184,10 +184,10 @@ class Decoder:
         drafts, verdict = part.drafts, part.verdict
         gamma = len(drafts)
         ids = [*drafts[: verdict.accepted], verdict.token]
-        last = "bonus" if verdict.accepted == gamma else "corrected"
+        last_origin = "bonus" if verdict.accepted == gamma else "corrected"
         if gamma == 0:
-            last = "plain" if sequence.output else "first"
-        origins = ["accepted"] * verdict.accepted + [last]
+            last_origin = "plain" if sequence.output else "first"
+        origins = ["accepted"] * verdict.accepted + [last_origin]
         rows = part.rows() if sequence.request.logprobs is not None else None
         before = len(sequence.output)
         for i, (token, origin) in enumerate(zip(ids, origins, strict=True)):
@@ -202,10 +202,10 @@ class Decoder:
         slot.roll_back(len(slot.tokens) - (len(ids) - emitted))
         stats = sequence.stats
         stats.output_tokens = len(sequence.output)
-        if last != "first":
+        if last_origin != "first":
             kept = min(verdict.accepted, emitted)
             examined = min(len(verdict.ratios), emitted)
-            stats.count_round(gamma, kept, examined, emitted, whole=emitted == len(ids))
+            stats.count_round(gamma, kept, examined, emitted, is_complete=emitted == len(ids))
             if (policy := sequence.request.policy) is not None:
                 policy.observe(gamma, len(verdict.ratios), verdict.accepted)
 

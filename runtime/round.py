@@ -75,9 +75,9 @@ class HostRounds(Rounds):
         *,
         reuse: bool = True,
     ):
-        held = (target.held, draft.held if draft else None) if reuse else ()
+        held_rows = (target.held, draft.held if draft else None) if reuse else ()
         self.target, self.draft, self.sampler = target, draft, sampler
-        self.slots = SlotTable(target.slots, *held)
+        self.slots = SlotTable(target.slots, *held_rows)
         self._clock = clock = Stopwatch()
         width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
         sources = Sources(width, self.slots, draft, inner, tables, corpus)

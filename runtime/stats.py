@@ -49,10 +49,10 @@ class Stats:
     elapsed: float = 0.0
 
     def count_round(
-        self, gamma: int, accepted: int, examined: int, emitted: int, *, whole: bool = True
+        self, gamma: int, accepted: int, examined: int, emitted: int, *, is_complete: bool = True
     ) -> None:
-        """Add a round. emitted: tokens that became text, at most accepted + 1; whole: the round was
-        not cut off by the end of the text.
+        """Add a round. emitted: tokens that became text, at most accepted + 1; is_complete:
+        the round was not cut off by the end of the text.
 
         Positions that the end of the text cut off are not counted, because they are not evidence
         about the draft.
@@ -66,7 +66,7 @@ class Stats:
         while len(self.drafted_at) < gamma:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(gamma if whole else min(gamma, emitted)):
+        for i in range(gamma if is_complete else min(gamma, emitted)):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
 

@@ -118,7 +118,7 @@ def transcribe(session: Session) -> None:
     begin = time.perf_counter()
     with ExitStack() as stack:
         # A terminal that shows the text as it comes needs no other progress.
-        shown = args.stats != "none" and not (out.terminal and args.format != "json")
+        shown = args.stats != "none" and not (out.is_terminal and args.format != "json")
         name = " ".join(args.audio.split())[-34:]
         stage_info = stack.enter_context(stage("audio", name)) if shown else Stage()
 

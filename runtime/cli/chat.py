@@ -29,7 +29,7 @@ def converse(session: Session) -> None:
         )
     request = engine.request([{"role": "user", "content": "."}], session.options)
     refuse_unread(args, [request.draft] if request.gamma else [])
-    if err.terminal:
+    if err.is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401 - arrow keys and history, where Python has them
         err.line(HELP)
