@@ -70,7 +70,7 @@ def _integer(least: int, *names: str) -> Callable[[str], Any]:
     return convert
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _token_bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
         return _integer(0)(token), float(value)
@@ -78,7 +78,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise ArgumentTypeError(f"{text!r} is not a token id and a number, as ID=X") from None
 
 
-def _escaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """A stop string with its escape sequences replaced."""
 
     def character(match: re.Match[str]) -> str:
@@ -170,7 +170,7 @@ def _parser() -> ArgumentParser:
         "window)")
     add("--min-new-tokens", type=_integer(0), metavar="N",
         help="minimum number of new tokens before end-of-text (default: the checkpoint's, or 0)")
-    add("--stop", type=_escaped, action="append", default=[], metavar="TEXT",
+    add("--stop", type=_unescape, action="append", default=[], metavar="TEXT",
         help=r"stop before this text; repeatable; recognises the escapes \n \t \r \xHH \uHHHH \\")
     add("--stop-token-id", type=_integer(0), action="append", default=[], metavar="ID",
         dest="stop_token_ids", help="stop at this token; repeatable")
@@ -200,7 +200,7 @@ def _parser() -> ArgumentParser:
     add("--no-repeat-ngram-size", type=_integer(0), metavar="N",
         help="never repeat a sequence of N tokens from the prompt or output (default: the "
         "checkpoint's, or 0, off)")
-    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+    add("--logit-bias", type=_token_bias, action="append", default=[], metavar="ID=X",
         help="add X, from -100 to 100, to the logit of token ID; repeatable")
     add("--seed", type=_integer(0), metavar="N",
         help="random seed (default: drawn at random, and printed)")

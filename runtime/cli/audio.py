@@ -48,7 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="output format: text, srt or vtt subtitles, or one JSON object (default: text)")
     add("--condition-on-prev-tokens", action="store_true", default=None,
         help="in a long recording, prompt each window with the text before it")
-    add("--temperatures", type=_numbers, metavar="T,T,...",
+    add("--temperatures", type=_comma_separated_floats, metavar="T,T,...",
         help="temperatures to try in turn while a window's text misses one of the thresholds "
         "below, such as 0,0.2,0.4,0.6,0.8,1")
     add("--compression-ratio-threshold", type=float, metavar="X",
@@ -62,7 +62,7 @@ def add_options(parser: ArgumentParser) -> None:
     # fmt: on
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _comma_separated_floats(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -123,7 +123,7 @@ def transcribe(session: Session) -> None:
         stage_info = stack.enter_context(stage("audio", name)) if shown else Stage()
 
         def show_window(seconds: float, duration: float, new: Sequence[Segment]) -> None:
-            stage_info.phase = f"{_minutes(seconds)} of {_minutes(duration)}"
+            stage_info.phase = f"{_minutes_text(seconds)} of {_minutes_text(duration)}"
             for text in write(new):
                 out.write(text)
 
@@ -167,7 +167,7 @@ def _writer(form: str, timed: bool) -> Writer:
     return writers[form]
 
 
-def _minutes(seconds: float) -> str:
+def _minutes_text(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 

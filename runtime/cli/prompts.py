@@ -28,7 +28,7 @@ def prompt_from(args: Namespace) -> Prompt | None:
     """
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
-        return _messages(_json(text, name), args.system, name)
+        return _check_messages(_parse_json(text, name), args.system, name)
     return _text_from(args.prompt, args.prompt_file)
 
 
@@ -47,9 +47,9 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt 
     # Not splitlines: JSON strings may hold other line separators, such as U+2028.
     for number, line in enumerate(_read(args.batch, MAX_BATCH_BYTES).split("\n"), start=1):
         if line.strip():
-            where = _line_of(args, number)
+            where = _line_name(args, number)
             try:
-                prompt, changed = _request(_json(line, where), options, where)
+                prompt, changed = _parse_request(_parse_json(line, where), options, where)
             except OutriderError as error:
                 raise error_at_line(args, number, error) from None
             requests.append((number, prompt, seeded(changed)))
@@ -62,12 +62,12 @@ def error_at_line(
     args: Namespace, number: int, error: OutriderError, more: str = ""
 ) -> OutriderError:
     """The error with its --batch line in the cause. more: text to insert after the line number."""
-    where = _line_of(args, number)
+    where = _line_name(args, number)
     cause = error.cause if where in error.cause else f"{where}{more}: {error.cause}"
     return OutriderError(error.kind, cause, error.remedy)
 
 
-def _line_of(args: Namespace, number: int) -> str:
+def _line_name(args: Namespace, number: int) -> str:
     return f"line {number} of {source_name(args.batch)}"
 
 
@@ -77,7 +77,7 @@ _BATCH_REMEDY = (
 )
 
 
-def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Options]:
+def _parse_request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Options]:
     if not isinstance(body, dict):
         raise OutriderError("prompt", f"{where} is not a JSON object", _BATCH_REMEDY)
     needed = options.source is None and body.get("source") is None
@@ -90,7 +90,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
         if changed.chat is False:
             cause = "messages need the chat template"
             raise OutriderError("option", cause, "Leave --no-chat-template out.")
-        return _messages(body["messages"], changed.system, where), changed
+        return _check_messages(body["messages"], changed.system, where), changed
     if "prompt" not in body:
         return None, changed
     prompt = body["prompt"]
@@ -101,7 +101,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
     return prompt, changed
 
 
-def _messages(value: Any, system: str | None, where: str) -> list[Mapping[str, Any]]:
+def _check_messages(value: Any, system: str | None, where: str) -> list[Mapping[str, Any]]:
     remedy = 'Messages are a JSON list: [{"role": "user", "content": "..."}].'
     if not isinstance(value, list) or not value:
         raise OutriderError("prompt", f"{where} has no list of messages", remedy)
@@ -114,7 +114,7 @@ def _messages(value: Any, system: str | None, where: str) -> list[Mapping[str, A
     return value
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from .errors import OutriderError
 from .generation import AudioFacts, FeatureFacts, TextRules
-from .records import Count, Rule, Small, TokenId, between, convert_read_errors, read_json
+from .records import Count, Rule, SmallCount, TokenId, between, convert_read_errors, read_json
 from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
@@ -51,7 +51,7 @@ Finite = Annotated[float, between(0, 1e30)]
 Digest = Annotated[
     str, Rule("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)
 ]
-RowShape = Annotated[list[Small], Rule("[heads, width]", lambda shape: len(shape) == 2)]
+RowShape = Annotated[list[SmallCount], Rule("[heads, width]", lambda shape: len(shape) == 2)]
 Sizes = Annotated[
     list[Count],
     Rule("three ascending sizes", lambda sizes: len(sizes) == 3 and sizes == sorted(sizes)),
@@ -362,8 +362,8 @@ class CallBits:
     one thread and with all, and with room for few rows and for many.
     """
 
-    widths: Annotated[list[Small], Rule("a non-empty list", bool)]
-    others: list[Small]
+    widths: Annotated[list[SmallCount], Rule("a non-empty list", bool)]
+    others: list[SmallCount]
     neighbours: bool
     threads: bool
     rows: bool

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Rule:
     """A condition on a value, in words and as a test."""
 
-    what: str
-    holds: Callable[[Any], bool]
+    description: str
+    is_satisfied: Callable[[Any], bool]
 
 
 def between(least: float, most: float) -> Rule:
@@ -40,7 +40,7 @@ def between(least: float, most: float) -> Rule:
 # Types of fields. No model comes near the bounds, which ensure that no product overflows and that
 # errors in a file are found when it is read.
 Count = Annotated[int, between(1, (1 << 31) - 1)]
-Small = Annotated[int, between(1, 1 << 16)]
+SmallCount = Annotated[int, between(1, 1 << 16)]
 TokenId = Annotated[int, between(0, (1 << 31) - 1)]
 
 
@@ -107,8 +107,8 @@ def build(annotation: Any, value: Any, where: str) -> Any:
     if origin is Annotated:
         built = build(arguments[0], value, where)
         for rule in arguments[1:]:
-            if not rule.holds(built):
-                raise ValueError(f"{where} is {_short_repr(value)}, not {rule.what}")
+            if not rule.is_satisfied(built):
+                raise ValueError(f"{where} is {_short_repr(value)}, not {rule.description}")
         return built
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:

@@ -28,20 +28,20 @@ def check_queue_options(queue: int, timeout: float | None) -> None:
 class Caller:
     """One that waits for slots and holds them, such as a stream.
 
-    threads: those that have used it. touches: how often they have.
+    threads: those that have used it. uses: how often they have.
     """
 
-    __slots__ = ("cancelled", "threads", "touches")
+    __slots__ = ("cancelled", "threads", "uses")
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
-        self.touches = 0
+        self.uses = 0
         self.cancelled = False
 
-    def touch(self) -> None:
+    def record_use(self) -> None:
         """Record that the calling thread uses it."""
         self.threads.add(threading.get_ident())
-        self.touches += 1
+        self.uses += 1
 
 
 class Cancelled(Exception):
@@ -83,7 +83,7 @@ class SlotQueue:
         waiting themselves, or after the timeout; "bundle" once the queue is closed. Raises
         `Cancelled` if `cancel` is called first.
         """
-        caller.touch()
+        caller.record_use()
         with self._lock:
             if not self._waiting and self._try_grant(caller, slots):
                 return
@@ -131,10 +131,10 @@ class SlotQueue:
     def _wait(self, caller: Caller, slots: int) -> None:
         until = None if self._timeout is None else time.monotonic() + self._timeout
         self._waiting[caller] = (slots, threading.get_ident())
-        changed, collected, touches = True, False, 0
+        changed, collected, uses = True, False, 0
         try:
             while not ((first := self._first() is caller) and self._try_grant(caller, slots)):
-                if first and not changed and not collected and touches == self._touches():
+                if first and not changed and not collected and uses == self._total_uses():
                     # A caller that is kept alive only by a reference cycle, such as that of a
                     # stored traceback, would hold its slots until the next garbage collection.
                     gc.collect()
@@ -147,7 +147,7 @@ class SlotQueue:
                 if left <= 0:
                     timed_out = f" after a wait of {self._timeout:g} s"
                     raise self._busy_error(slots, timed_out, "Try again later")
-                touches = self._touches()
+                uses = self._total_uses()
                 changed = self._changed.wait(min(left, GRACE))
                 self._check_usable(caller)
         finally:
@@ -170,8 +170,8 @@ class SlotQueue:
         if caller.cancelled:
             raise Cancelled
 
-    def _touches(self) -> int:
-        return sum(caller.touches for caller in self._held)
+    def _total_uses(self) -> int:
+        return sum(caller.uses for caller in self._held)
 
     def _is_deadlocked(self) -> bool:
         """Whether this thread waits for itself: every thread that holds slots is waiting, and this

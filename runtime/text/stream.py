@@ -41,7 +41,7 @@ class RunningRequests(ABC, Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        self._caller.touch()
+        self._caller.record_use()
         try:
             with self._advance_lock:
                 if self._ended or self._caller.cancelled:

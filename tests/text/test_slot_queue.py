@@ -30,7 +30,7 @@ class Crowd:
 
         def acquire() -> None:
             if holds is not None:
-                holds.touch()
+                holds.record_use()
             queue.acquire(caller, slots)
             self.served.append(name)
 
@@ -96,7 +96,7 @@ def test_what_only_refers_to_itself_is_given_back(
     queue, collected = SlotQueue(1, timeout=0.1), list[int]()
     monkeypatch.setattr(slot_queue.gc, "collect", lambda: collected.append(1))
     held = foreign(queue)
-    monkeypatch.setattr(SlotQueue, "_touches", lambda self: held.touch() or held.touches)
+    monkeypatch.setattr(SlotQueue, "_total_uses", lambda self: held.record_use() or held.uses)
     with pytest.raises(OutriderError, match="after a wait"):
         queue.acquire(Caller())
     assert not collected
@@ -197,7 +197,7 @@ def test_a_stream_that_another_thread_may_finish(
     if touched:
         monkeypatch.setattr(slot_queue, "GRACE", 0.01)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: (held.touch(), held.touch())).result(30)
+            pool.submit(lambda: (held.record_use(), held.record_use())).result(30)
     threading.Timer(0.05, queue.release, [held]).start()
     queue.acquire(Caller())
 
