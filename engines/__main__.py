@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.files.errors import interrupts_wait, run_command
+from runtime.files.errors import defer_interrupts, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -11,7 +11,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    with interrupts_wait():
+    with defer_interrupts():
         from .command import run  # imported here so that Ctrl-C ends it with one line
     return run(argv)
 

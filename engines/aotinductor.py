@@ -175,7 +175,7 @@ def compile(
             _private_cache(out),
             _toolchain(out) if gpu else nullcontext(),
         ):
-            for file in to.compiled:
+            for file in to.compiled_files:
                 program = read_program(graph, encoder=file == to.encoder)
                 compile_options = _compile_options(gpu)
                 if gpu:
@@ -186,7 +186,7 @@ def compile(
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(out / file), inductor_configs=compile_options
                 )
-            size = sum((out / file).stat().st_size for file in to.compiled)
+            size = sum((out / file).stat().st_size for file in to.compiled_files)
             progress.note = f"{size / 2**20:,.1f} MiB of code"
     except Exception as error:  # noqa: BLE001 - each compiler in the chain has its own exceptions
         if full_disk := _full_disk_errno(error):

@@ -12,11 +12,11 @@ from typing import get_args
 
 from runtime.files import records
 from runtime.files.errors import OutriderError
-from runtime.files.folders import replacing, settle_file, take_file, write_folder
+from runtime.files.folders import finalize_file, place_file, replacing, write_folder
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
-    EXPORT_AGAIN,
+    EXPORT_REMEDY,
     FIRST_ROWS,
     MANIFEST_FILE,
     RECURRENT_STATES,
@@ -92,7 +92,7 @@ def build(
         versions=builder.versions(),
         slots=slots,
         pair=pair,
-        files=pair.carried_files(engines),
+        files=pair.copied_files(engines),
         engines=engines,
     )
     existing = None if force else _read_if_intact(out)
@@ -102,24 +102,24 @@ def build(
     if existing and existing.pair.target.key != pair.target.key:
         old = existing.pair.target
         note(f"replacing {out}, a bundle of {old.source}, {old.weights or old.dtype}")
-    verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_AGAIN)
+    verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_REMEDY)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in planned.files:
-            take_file(graphs / name, partial / name, out)
+            place_file(graphs / name, partial / name, out)
         compiled_engines: dict[str, EngineFacts] = {}
         files = dict(planned.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
             old_engine = (existing.engines or {}).get(role) if existing else None
             if to and old_engine and old_engine.key == to.key:  # only the other model changed
-                for name in old_engine.compiled:
-                    take_file(out / role / name, partial / role / name, out)
+                for name in old_engine.compiled_files:
+                    place_file(out / role / name, partial / role / name, out)
                 engine: EngineFacts | None = old_engine
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
             if engine:
                 compiled_engines[role] = engine
-                for name in engine.compiled:
+                for name in engine.compiled_files:
                     files[f"{role}/{name}"] = file_facts(partial / role / name)
         manifest = dataclasses.replace(planned, files=files, engines=compiled_engines or None)
         records.write_json(partial / MANIFEST_FILE, "manifest", manifest)
@@ -170,7 +170,7 @@ def _take_ownership(graphs: Path, out: Path, manifest: Manifest) -> None:
     """Make the bundle the owner of its files. Done on every build, since an earlier one may have
     been killed before this step."""
     for name in manifest.files:
-        settle_file(graphs / name, out / name)
+        finalize_file(graphs / name, out / name)
 
 
 def check_backend(
@@ -263,7 +263,7 @@ def memory_plan(
     and the logits of a round. targets: what it is built for. rows: cache rows per slot; None for
     the full capacity."""
     plan = dict.fromkeys((role for role, _ in pair.models()), 0)
-    for name, file in pair.carried_files(None).items():
+    for name, file in pair.copied_files(None).items():
         role = name.partition("/")[0]
         if role in plan:
             plan[role] += file.size
@@ -297,7 +297,7 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:
     """`memory_plan` with the engines' activations; None if the builder did not report them."""
-    activations = manifest.activations
+    activations = manifest.activation_bytes
     if activations is None:
         return None
     plan = memory_plan(manifest.pair, manifest.slots, manifest.gpu_targets())

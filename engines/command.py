@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from runtime.files.errors import CommandParser, OutriderError
-from runtime.files.folders import check_place
-from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
+from runtime.files.folders import check_writable
+from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
 from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, supported_features
@@ -72,16 +72,16 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str] | None) -> int:
     """Parse the command line and run it; returns the exit status. Raises OutriderError."""
     arguments = parser().parse_args(argv)
-    if not 1 <= arguments.slots <= MOST_SLOTS:
+    if not 1 <= arguments.slots <= MAX_SLOTS:
         raise OutriderError(
-            "option", f"SLOTS={arguments.slots} is out of range", f"Use 1 to {MOST_SLOTS}."
+            "option", f"SLOTS={arguments.slots} is out of range", f"Use 1 to {MAX_SLOTS}."
         )
     if arguments.supports:
         dtype, *weights = arguments.supports
         cache = None if arguments.cache_type == "full" else arguments.cache_type
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
-            check_place(arguments.out, MANIFEST_FILE)
+            check_writable(arguments.out, MANIFEST_FILE)
         print(*supported_features(arguments.backend, dtype, arguments.sm))
         return 0
     missing = [name for name in ("graphs", "out") if getattr(arguments, name) is None]

@@ -72,7 +72,7 @@ def compile(
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
         ours = add_operators(options)
-        graphs = (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE)
+        graphs = (HOST_FILE,) if facts.has_host_weights else (GRAPH_FILE, HOST_FILE)
         for name in (*graphs, ENCODER_FILE) if facts.encoder else graphs:
             if name == HOST_FILE and not (ours and name in facts.files):
                 continue

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runtime.files.errors import CommandParser, interrupts_wait, run_command
+from runtime.files.errors import CommandParser, defer_interrupts, run_command
 from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 
 DESCRIPTION = """\
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         # Threads that spin at the end of an operation occupy the cores of those they wait for:
         # beside one busy process, rounding with error feedback took ten times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        with interrupts_wait():
+        with defer_interrupts():
             from .pair import export
 
         export(**options)

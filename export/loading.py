@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runtime.files.errors import OutriderError, first_line, out_of_memory
+from runtime.files.errors import OutriderError, first_line, is_out_of_memory
 from runtime.files.progress import note
 
 from .checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def read_weights(
             why = "it requires its own code, which is never run"
         raise checkpoint.refused(why) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise MemoryError from None
         raise OutriderError(
             "checkpoint",

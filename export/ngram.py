@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from runtime.files.errors import (
     CommandParser,
     OutriderError,
+    defer_interrupts,
     first_line,
-    interrupts_wait,
     run_command,
 )
 from runtime.files.folders import replacing
@@ -36,7 +36,7 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     tokenizer_folder: a checkpoint, or a bundle's `tokenizer` folder. Raises OutriderError
     "checkpoint" or "option".
     """
-    with interrupts_wait():
+    with defer_interrupts():
         import numpy as np
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

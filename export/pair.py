@@ -13,11 +13,11 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError, refuse_first
-from runtime.files.folders import point_to, refuse_foreign, write_folder
+from runtime.files.folders import refuse_foreign, symlink_or_copy, write_folder
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import (
     ENCODER_DECODERS,
-    MOST_GAMMA,
+    GAMMA_LIMIT,
     PAIR_FILE,
     RECURRENT_STATES,
     Cache,
@@ -174,8 +174,8 @@ def _choose_lengths(options: ExportOptions, models: Models) -> dict[str, int]:
         (length > target.max_len,
          f"MAX_LEN={length} exceeds the context of {target.source}, {target.max_len} tokens",
          f"Build with MAX_LEN={target.max_len} or less."),
-        (not 1 <= options.max_gamma <= MOST_GAMMA, f"MAX_GAMMA={options.max_gamma} is out of range",
-         f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}."),
+        (not 1 <= options.max_gamma <= GAMMA_LIMIT, f"MAX_GAMMA={options.max_gamma} is out of range",
+         f"Build with MAX_GAMMA from 1 to {GAMMA_LIMIT}."),
         (length < SHORTEST_MAX_LEN,
          f"MAX_LEN={length} is too short to compare the graph with the original",
          f"Build with MAX_LEN={SHORTEST_MAX_LEN} or more."),
@@ -258,7 +258,7 @@ def _write_pair(
         tokenizer_facts = vocabulary.write_tokenizer(target, tokenizer, partial / "tokenizer")
         for role, (folder, facts) in parts.items():
             for name in facts.files:
-                point_to(folder / name, partial / role / name)
+                symlink_or_copy(folder / name, partial / role / name)
         facts = parts["target"][1]
         pair = Pair(
             target=facts,

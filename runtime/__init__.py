@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
 # With telemetry, ONNX Runtime writes a device id to the home folder and reports to its makers.
 environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
-_PLACES = {
+_EXPORTS = {
     "Batch": ("text.stream", "Batch"),
     "BeamText": ("beam.text", "BeamText"),
     "BeamTexts": ("beam.text", "BeamTexts"),
@@ -55,14 +55,14 @@ _PLACES = {
     "load": ("bundle", "load"),
     "register_draft": ("drafts.registry", "register"),
 }
-__all__ = list(_PLACES)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use: a command can be interrupted before all are imported."""
-    if name not in _PLACES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _PLACES[name]
+    module, attribute = _EXPORTS[name]
     return getattr(import_module(f".{module}", __name__), attribute)
 
 

@@ -23,13 +23,13 @@ from .files.manifest import (
     TOKENIZER_FILE,
     Manifest,
     read_bundle,
-    verify_part,
+    verify_hashes,
 )
 from .files.progress import size_text
-from .files.records import readable
+from .files.records import convert_read_errors
 from .sequence import Rounds
 from .text.engine import TextEngine
-from .text.line import QUEUE, TIMEOUT, check_line
+from .text.slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, check_queue_options
 from .text.tokenizer import Tokenizer
 
 
@@ -45,8 +45,8 @@ def load(
     table: str | Path | None = None,
     corpus: str | Path | None = None,
     reuse: bool = True,
-    queue: int = QUEUE,
-    timeout: float | None = TIMEOUT,
+    queue: int = DEFAULT_QUEUE,
+    timeout: float | None = DEFAULT_TIMEOUT,
     plain_width: int | None = None,
     draft_model: bool = True,
 ) -> TextEngine:
@@ -75,12 +75,12 @@ def load(
 
     Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
-    check_line(queue, timeout)
+    check_queue_options(queue, timeout)
     folder = Path(folder)
-    with _unreplaced(folder):
+    with _detect_replacement(folder):
         manifest = read_bundle(folder, verify=False)
         if verify:
-            verify_part(folder, manifest, weights=False)
+            verify_hashes(folder, manifest, weights=False)
         ordinal = choose_device(manifest, folder, device)
         gpu = ordinal is not None
         check_bundle(manifest, folder, gpu=gpu)
@@ -89,27 +89,27 @@ def load(
             plain_width=plain_width,
         )  # fmt: skip
         slots = manifest.slots if slots is None else slots
-        opened = manifest if draft_model else manifest.without_draft()
-        check_slots(opened, slots, gpu=gpu)
+        loaded = manifest if draft_model else manifest.without_draft()
+        check_slots(loaded, slots, gpu=gpu)
         tokenizer = _tokenizer(manifest, folder)
-        memory = _memory(opened, slots)
+        memory = _memory(loaded, slots)
         # A GPU's libraries choose kernels by width, which has not been measured.
         bits = Bits() if gpu else _bits(manifest, slots, plain_width)
         rounds: Rounds
-        with _verifying(folder, opened) if verify else nullcontext():
+        with _verify_in_background(folder, loaded) if verify else nullcontext():
             if ordinal is None:
                 rounds = host.open_rounds(
-                    opened, folder, slots, tokenizer, bits,
+                    loaded, folder, slots, tokenizer, bits,
                     threads=threads, table=table, corpus=corpus, reuse=reuse,
                 )  # fmt: skip
             else:
                 from .gpu import opening  # imported only for a GPU, which its libraries need
 
                 rounds = opening.open_rounds(
-                    opened, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
+                    loaded, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
                     graphs=graphs, loop=loop,
                 )  # fmt: skip
-        pair = opened.pair
+        pair = loaded.pair
         decoder = Decoder(
             rounds,
             vocab_size=pair.vocab_size,
@@ -124,23 +124,23 @@ def load(
 
 
 @contextmanager
-def _unreplaced(folder: Path) -> Iterator[None]:
+def _detect_replacement(folder: Path) -> Iterator[None]:
     """Raise "bundle" if another process rebuilds the bundle meanwhile: the files that were read may
     then belong to two builds."""
-    before = _identity(folder)
+    before = _manifest_identity(folder)
     try:
         yield
     except (OutriderError, OSError):
-        if _identity(folder) == before:
+        if _manifest_identity(folder) == before:
             raise
     else:
-        if _identity(folder) == before:
+        if _manifest_identity(folder) == before:
             return
     cause = f"{folder} was replaced while it was being opened"
     raise OutriderError("bundle", cause, "Open it again.") from None
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _manifest_identity(folder: Path) -> tuple[int, int] | None:
     with suppress(OSError, ValueError):
         found = (folder / MANIFEST_FILE).stat()
         return found.st_ino, found.st_mtime_ns
@@ -148,15 +148,15 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
+def _verify_in_background(folder: Path, manifest: Manifest) -> Iterator[None]:
     """Verify the weights' hashes in a thread while the block runs: it takes as long as loading."""
-    found: list[Exception] = []
+    errors: list[Exception] = []
 
     def verify() -> None:
         try:
-            verify_part(folder, manifest, weights=True)
+            verify_hashes(folder, manifest, weights=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the caller's thread
-            found.append(error)
+            errors.append(error)
 
     thread = Thread(target=verify, daemon=True)  # an interrupt need not wait for it
     thread.start()
@@ -164,12 +164,12 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
         yield
     except Exception:
         thread.join()
-        if found:  # a damaged file explains the error
-            raise found.pop() from None  # popped: its traceback would keep the engines in a cycle
+        if errors:  # a damaged file explains the error
+            raise errors.pop() from None  # popped: its traceback would keep the engines in a cycle
         raise
     thread.join()
-    if found:
-        raise found.pop()
+    if errors:
+        raise errors.pop()
 
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
@@ -181,7 +181,8 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     kind, _, number = str(device).partition(":")
     runs_on = ["cpu", "cuda"]  # the portable graphs
     if any(
-        facts.host_alone or facts.encoder or facts.states for _, facts in manifest.pair.models()
+        facts.has_host_weights or facts.encoder or facts.states
+        for _, facts in manifest.pair.models()
     ):
         runs_on = ["cpu"]
     elif manifest.engines is not None:
@@ -205,7 +206,7 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
     An engine requires the version of the library that built it. Raises OutriderError "backend".
     """
     for package, built in manifest.versions.items() if manifest.engines else ():
-        installed = _installed(package)
+        installed = _installed_version(package)
         if installed not in (None, built):
             raise OutriderError(
                 "backend",
@@ -221,7 +222,7 @@ def check_options(
 ) -> None:
     """Refuse options that the device does not support. files: the table or corpus, if one is given.
     Raises OutriderError "option"."""
-    most_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
+    max_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
     refuse_first([
         (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
          "Leave it out, or use a bundle for a GPU with graphs enabled."),
@@ -229,10 +230,10 @@ def check_options(
          "Leave the option out."),
         (gpu and files, "table and corpus are supported only on the CPU in this version",
          "Leave them out, or use a bundle that runs on the CPU."),
-        (not (is_whole(threads) and 0 <= threads <= most_threads),
+        (not (is_whole(threads) and 0 <= threads <= max_threads),
          f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
          "Leave it out: it applies to engines on the CPU." if gpu else
-         f"Use 0 (automatic) to {most_threads}."),
+         f"Use 0 (automatic) to {max_threads}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
         (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),
@@ -260,7 +261,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
         )
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     """The version of a package, without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
@@ -272,7 +273,7 @@ def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
     facts, template = manifest.pair.tokenizer, None
     if facts.chat_template:
         path = folder / "tokenizer" / TEMPLATE_FILE
-        with readable(path, f"Build it again: {manifest.rebuild_command(folder)}"):
+        with convert_read_errors(path, f"Build it again: {manifest.rebuild_command(folder)}"):
             template = path.read_text(encoding="utf-8")
     return Tokenizer(
         folder / "tokenizer" / TOKENIZER_FILE,
@@ -284,17 +285,16 @@ def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
 def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
     """What the output on the CPU does not depend on, as measured at build time. The measurement
     holds only for the same libraries."""
-    other = next(
+    version_mismatch = next(
         (
-            f"{package} {built}, and {_installed(package) or 'none'} is installed"
+            f"{package} {built}, and {_installed_version(package) or 'none'} is installed"
             for package, built in manifest.versions.items()
-            if _installed(package) != built
+            if _installed_version(package) != built
         ),
         "",
     )
-    return promised_bits(
-        manifest, slots, host_engine(manifest.backend).default_min_width, other, plain_width
-    )
+    min_width = host_engine(manifest.backend).default_min_width
+    return promised_bits(manifest, slots, min_width, version_mismatch, plain_width)
 
 
 def _memory(manifest: Manifest, slots: int) -> dict[str, int]:

@@ -16,33 +16,35 @@ from .sequence import ActiveSequence, Request
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
     """Compute rows start.. of `tokens` in chunks; returns the logits [V] after the last token."""
     for begin in range(start, len(tokens), engine.chunk):
-        ids = readable(engine, tokens[begin : begin + engine.chunk])[None]
+        ids = replace_unknown_ids(engine, tokens[begin : begin + engine.chunk])[None]
         last = np.array([ids.shape[1] - 1])
-        logits = engine.forward(wide(engine, ids), np.array([begin]), last, first_slot=slot)
+        logits = engine.forward(
+            pad_to_narrowest(engine, ids), np.array([begin]), last, first_slot=slot
+        )
     row: Logits = logits[0, 0]
     return row
 
 
-def with_source(engine: Engine, slot: int, request: Request) -> Request:
+def encode_source(engine: Engine, slot: int, request: Request) -> Request:
     """Encode the request's source into the slot; returns the request with the second token of its
-    prompt filled in if the model is to choose it (`Request.second`)."""
+    prompt filled in if the model is to choose it (`Request.second_token_candidates`)."""
     engine.encode(slot, request.source)
-    if not request.second:
+    if not request.second_token_candidates:
         return request
     first, _, *others = request.prompt
-    row, ids = prefill(engine, slot, [first], 0), np.array(sorted(request.second))
+    row, ids = prefill(engine, slot, [first], 0), np.array(sorted(request.second_token_candidates))
     best = int(ids[row[ids].argmax()])
-    return replace(request, prompt=[first, best, *others], second=())
+    return replace(request, prompt=[first, best, *others], second_token_candidates=())
 
 
-def wide(engine: Engine, ids: Ids) -> Ids:
+def pad_to_narrowest(engine: Engine, ids: Ids) -> Ids:
     """ids [B, N], padded with token 0 to the width that the engine needs for reproducible results.
     The rows of the padding lie beyond the valid ones."""
-    lacking = engine.min_width - ids.shape[1]
-    return np.pad(ids, ((0, 0), (0, lacking))) if lacking > 0 else ids
+    padding = engine.min_width - ids.shape[1]
+    return np.pad(ids, ((0, 0), (0, padding))) if padding > 0 else ids
 
 
-def readable(engine: Engine, tokens: Sequence[int]) -> Ids:
+def replace_unknown_ids(engine: Engine, tokens: Sequence[int]) -> Ids:
     """Ids that the engine can look up: a draft with a smaller vocabulary reads the target's extra
     tokens as 0.
 
@@ -53,7 +55,7 @@ def readable(engine: Engine, tokens: Sequence[int]) -> Ids:
     return ids
 
 
-def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
+def slot_range(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
     """The run of consecutive slots [first, last) that holds all of these sequences."""
     indices = [sequence.slot.index for sequence in batch]
     return min(indices), max(indices) + 1
@@ -66,44 +68,46 @@ def idle_positions(engine: Engine, lengths: Sequence[int], width: int) -> Ids:
     return np.minimum(np.array(lengths, np.int64), engine.capacity - width)
 
 
-def feed(
+def forward_slots(
     engine: Engine,
     lengths: Sequence[int],
-    within: tuple[int, int],
-    fed: Mapping[ActiveSequence, tuple[int, Sequence[int] | Ids]],
-    since: int = 0,
+    bounds: tuple[int, int],
+    inputs: Mapping[ActiveSequence, tuple[int, Sequence[int] | Ids]],
+    logits_from: int = 0,
     buffer: int = 0,
 ) -> Logits:
-    """Make one call for the slots `within` [first, last); returns logits [S, K, V] after the tokens
-    from number `since` on.
+    """Make one call for the slots `bounds` [first, last); returns logits [S, K, V] after the
+    tokens from number `logits_from` on.
 
-    lengths: the number of valid rows of every slot. fed: for each sequence, the row of its first
+    lengths: the number of valid rows of every slot. inputs: for each sequence, the row of its first
     token, and its tokens. The call is as wide as the most tokens, and at least
     `Engine.min_width`.
     """
-    (first, last), most = within, max(len(tokens) for _, tokens in fed.values())
-    ids = wide(engine, np.zeros((last - first, most), np.int64))
+    (first, last), most = bounds, max(len(tokens) for _, tokens in inputs.values())
+    ids = pad_to_narrowest(engine, np.zeros((last - first, most), np.int64))
     position = idle_positions(engine, lengths[first:last], ids.shape[1])
-    for sequence, (start, tokens) in fed.items():
+    for sequence, (start, tokens) in inputs.items():
         row = sequence.slot.index - first
         ids[row, : len(tokens)], position[row] = tokens, start
-    return engine.forward(ids, position, np.arange(since, most), first_slot=first, buffer=buffer)
+    return engine.forward(
+        ids, position, np.arange(logits_from, most), first_slot=first, buffer=buffer
+    )
 
 
-def early(sequence: ActiveSequence) -> int:
+def min_new_tokens_left(sequence: ActiveSequence) -> int:
     """How many of the next tokens must not end the text."""
     return max(0, sequence.request.min_new_tokens - len(sequence.output))
 
 
 def first_forbidden(
-    sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, after: int = 0
+    sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, drafts_before: int = 0
 ) -> int:
     """The index of the first token that sampling cannot produce; the number of tokens if there is
     none.
 
-    after: number of drafts before these tokens.
+    drafts_before: number of drafts before these tokens.
     """
-    masked, ends = early(sequence) - after, sequence.request.eos_token_ids
+    masked, ends = min_new_tokens_left(sequence) - drafts_before, sequence.request.eos_token_ids
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size or (i < masked and token in ends):
             return i
@@ -119,7 +123,7 @@ def slot_sampling(
     which uses the token rule.
     """
     request, tokens = sequence.request, sequence.slot.tokens
-    params, masked = request.params, early(sequence) - len(drafts)
+    params, masked = request.params, min_new_tokens_left(sequence) - len(drafts)
     if seed is not None:
         params = replace(params, seed=seed, verify="token", lenience=1.0)
     return SlotSampling(

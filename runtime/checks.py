@@ -13,7 +13,7 @@ from .drafts.registry import KINDS
 from .files.errors import OutriderError, refuse_first
 from .sequence import Request
 
-COUNTS_AND_BIASES = ("frequency_penalty", "presence_penalty", "logit_bias")
+HOST_ONLY_PARAMS = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def check_request(request: Request, limits: Limits) -> None:
         raise OutriderError(
             "prompt",
             f"the source has {source:,} tokens, and the bundle's encoder takes {limits.max_len:,}",
-            _longer(source, limits),
+            _length_remedy(source, limits),
         )
     check_ids(read, limits.embeddings, "source")
     if length == 0:
@@ -52,19 +52,20 @@ def check_request(request: Request, limits: Limits) -> None:
         raise OutriderError(
             "prompt",
             f"the prompt has {length:,} tokens, and the bundle's context is {limits.max_len:,}",
-            _longer(length + request.max_new_tokens, limits),
+            _length_remedy(length + request.max_new_tokens, limits),
         )
     check_ids(request.prompt, limits.embeddings)
     if gamma:
         _check_draft(request, limits)
-    counted = () if limits.on_host else COUNTS_AND_BIASES
-    within = f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA."
+    unsupported = () if limits.on_host else HOST_ONLY_PARAMS
+    gamma_remedy = f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA."
     refuse_first([
-        (gamma < 0, f"gamma={gamma} is negative", within),
+        (gamma < 0, f"gamma={gamma} is negative", gamma_remedy),
         (gamma > limits.max_gamma,
-         f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
+         f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for",
+         gamma_remedy),
         *((getattr(request.params, name), f"{name} is not supported by the GPU sampling kernel",
-           "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
+           "Leave it out, or use a bundle that runs on the CPU.") for name in unsupported),
         (request.processors and not limits.on_host,
          "no_repeat_ngram_size, bad_words_ids, forced_eos_token_id and processors need logits on "
          "the CPU, where a GPU does not copy them", "Leave them out (0, [] and ignore_eos turn off "
@@ -86,7 +87,7 @@ def check_ids(prompt: Sequence[int], embeddings: int, what: str = "prompt") -> N
         )
 
 
-def _longer(wanted: int, limits: Limits) -> str:
+def _length_remedy(wanted: int, limits: Limits) -> str:
     """The remedy for a prompt or source that does not fit, within the model's own limit."""
     if limits.context is None or wanted <= limits.context:
         return f"Shorten it, or build the bundle with MAX_LEN={wanted}."
@@ -97,38 +98,38 @@ def _longer(wanted: int, limits: Limits) -> str:
 
 def _check_draft(request: Request, limits: Limits) -> None:
     """Refuse a draft that is not available, or that does not support the request's options."""
-    name, tempered = request.draft, request.draft_temperature is not None
-    kind, stops = KINDS[name], request.draft_threshold > 0
+    name, has_temperature = request.draft, request.draft_temperature is not None
+    kind, has_threshold = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
-        raise _absent(name, request.gamma, limits)
+        raise _unavailable_draft_error(name, request.gamma, limits)
     refuse_first([
         (kind.point_masses and request.params.verify == "sigmoid",
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
-        ((tempered or stops) and not limits.on_host,
+        ((has_temperature or has_threshold) and not limits.on_host,
          "draft_temperature and draft_threshold are only for the CPU in this version",
          "Leave them out."),
-        (tempered and request.params.temperature == 0,
+        (has_temperature and request.params.temperature == 0,
          "draft_temperature has no effect at temperature=0",
          "Leave it out, or sample with temperature above 0."),
-        (tempered and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
+        (has_temperature and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
          f"draft_temperature={request.draft_temperature} is out of range",
          "It must be from 0.001 to 1000."),
         (not 0 <= request.draft_threshold < 1,
          f"draft_threshold={request.draft_threshold} is out of range",
          "It must be 0 (off) or a probability below 1."),
-        ((tempered or stops) and kind.point_masses,
+        ((has_temperature or has_threshold) and kind.point_masses,
          f"draft={name} has no probabilities for a temperature or threshold",
          "Leave them out, or use the draft model."),
-        (stops and kind.at_once, f"draft={name} always drafts gamma tokens",
+        (has_threshold and kind.at_once, f"draft={name} always drafts gamma tokens",
          "Leave draft_threshold out, or use draft=model."),
-        (stops and request.policy is not None,
+        (has_threshold and request.policy is not None,
          "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
          "Use only one of them."),
     ])  # fmt: skip
 
 
-def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
+def _unavailable_draft_error(name: str, gamma: int, limits: Limits) -> OutriderError:
     """The error for a kind of draft that is not available."""
     kind, on_host = KINDS[name], limits.on_host
     if kind.needs_model() and not limits.has_model:

@@ -14,11 +14,11 @@ from statistics import median_low
 import numpy as np
 
 WINDOW = 9  # timings per median: four outliers of any size do not move it far
-COLD = 4  # rounds after a change of gamma while caches still hold the data of the previous one
-TIMED = 2  # rounds needed for a first estimate, which is the faster of them
-PRIOR, WEIGHT = 0.8, 4.0  # acceptance before anything is known, and its weight in tokens
-MEMORY = 256  # tokens over which the acceptance of earlier texts fades
-MOST_SETTINGS = 64  # sampling settings whose texts are remembered separately
+COLD_ROUNDS = 4  # after a change of gamma, while caches still hold the data of the previous one
+MIN_TIMINGS = 2  # rounds needed for a first estimate, which is the faster of them
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0  # before anything is known; the weight is in tokens
+MEMORY_TOKENS = 256  # tokens over which the acceptance of earlier texts fades
+MAX_SETTINGS = 64  # sampling settings whose texts are remembered separately
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RoundCosts:
         width."""
         return gamma * self.draft + self.verify[gamma]
 
-    def catching_up(self, tokens: int) -> float:
+    def catch_up(self, tokens: int) -> float:
         """Plain steps that the draft takes to read the tokens it has missed."""
         return self.draft + tokens * self.reading if tokens else 0.0
 
@@ -64,29 +64,30 @@ class RoundCosts:
 class EarlierTexts:
     """The fading average of the acceptance of earlier texts.
 
-    prior: the acceptance assumed before there are any. among: a more general average, which is
+    prior: the acceptance assumed before there are any. parent: a more general average, which is
     updated too.
     """
 
-    def __init__(self, prior: float = PRIOR, among: EarlierTexts | None = None):
-        self._seen, self._kept, self._among = WEIGHT, prior * WEIGHT, among
+    def __init__(self, prior: float = PRIOR_ACCEPTANCE, parent: EarlierTexts | None = None):
+        self._examined, self._accepted, self._parent = PRIOR_WEIGHT, prior * PRIOR_WEIGHT, parent
 
-    def began(self) -> None:
+    def record_start(self) -> None:
         """Record the start of a text, as one token with the prior acceptance. Otherwise, texts too
         short to retry a draft that did badly would never find out that it has improved."""
-        self.add(1, PRIOR)
+        self.add(1, PRIOR_ACCEPTANCE)
 
     def add(self, examined: int, accepted: float) -> None:
         """Record the draft tokens of a round."""
-        fade = 1 - examined / MEMORY
-        self._seen, self._kept = fade * self._seen + examined, fade * self._kept + accepted
-        if self._among is not None:
-            self._among.add(examined, accepted)
+        fade = 1 - examined / MEMORY_TOKENS
+        self._examined = fade * self._examined + examined
+        self._accepted = fade * self._accepted + accepted
+        if self._parent is not None:
+            self._parent.add(examined, accepted)
 
     @property
     def acceptance(self) -> float:
         """The expected acceptance of a new text."""
-        return self._kept / self._seen
+        return self._accepted / self._examined
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class _Series:
 
     @property
     def known(self) -> bool:
-        return len(self.warm) + len(self.cold) >= TIMED
+        return len(self.warm) + len(self.cold) >= MIN_TIMINGS
 
     @property
     def value(self) -> float:
@@ -118,8 +119,8 @@ class _Timings:
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
     gamma: int = 0
-    stay: int = 0  # consecutive rounds with this gamma before the last one
-    made: RoundCosts | None = None
+    repeats: int = 0  # consecutive rounds with this gamma before the last one
+    cached: RoundCosts | None = None
 
     @property
     def plain_known(self) -> bool:
@@ -148,62 +149,63 @@ class Costs:
 
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """Record a round of `batch` sequences with `gamma` draft steps: the seconds in those, and
-        in the rest, without the choice of gamma and what `caught_up` records."""
-        seen = self._batches[batch]
-        seen.count += 1
-        seen.stay = seen.stay + 1 if gamma == seen.gamma else 0
-        seen.gamma, seen.made = gamma, None
-        warm = seen.stay >= COLD or gamma == 0  # mostly the draft's data leaves the caches
-        seen.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
+        in the rest, without the choice of gamma and what `observe_catch_up` records."""
+        timings = self._batches[batch]
+        timings.count += 1
+        timings.repeats = timings.repeats + 1 if gamma == timings.gamma else 0
+        timings.gamma, timings.cached = gamma, None
+        # Mostly the draft's data leaves the caches.
+        warm = timings.repeats >= COLD_ROUNDS or gamma == 0
+        timings.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
         if gamma:
-            seen.draft.add(time_draft / gamma, warm)
+            timings.draft.add(time_draft / gamma, warm)
 
-    def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
+    def observe_catch_up(self, batch: int, tokens: int, seconds: float) -> None:
         """Record that the draft read tokens it lacked: a prompt, or those of rounds without it."""
-        seen = self._batches[batch]
-        if seen.draft.known:
-            each = max(0.0, seconds - seen.draft.value) / max(1, tokens)
-            seen.readings.append((each, tokens))
-            seen.made = None
+        timings = self._batches[batch]
+        if timings.draft.known:
+            each = max(0.0, seconds - timings.draft.value) / max(1, tokens)
+            timings.readings.append((each, tokens))
+            timings.cached = None
 
-    def lacking(self, batch: int) -> int | None:
+    def gamma_to_time(self, batch: int) -> int | None:
         """A gamma that must be timed before `rounds` can be used: 0, the baseline of all
         comparisons, then 1. None if both are known, or other requests determine the rounds."""
-        seen = self._batches[batch]
-        if seen.count >= 4 * TIMED:
+        timings = self._batches[batch]
+        if timings.count >= 4 * MIN_TIMINGS:
             return None
-        if not seen.plain_known:
+        if not timings.plain_known:
             return 0
-        return None if seen.draft.known else 1
+        return None if timings.draft.known else 1
 
     def rounds(self, batch: int) -> RoundCosts:
         """The costs, from medians. No verification is assumed to cost more than a wider one that
         was timed: a plain step last timed at the end of a long text, or on a busy machine, must not
         make drafts look fast. The batch size must have been observed."""
-        seen = self._batches[batch]
-        if seen.made is None:
-            known = {g: rest for g, rest in seen.rest.items() if rest.known} or seen.rest
+        timings = self._batches[batch]
+        if timings.cached is None:
+            known = {g: rest for g, rest in timings.rest.items() if rest.known} or timings.rest
             least, rest = float("inf"), {}
             for gamma in sorted(known, reverse=True):
                 rest[gamma] = least = min(least, known[gamma].value)
             # An untimed draft is assumed slow, and tried only after a pause.
-            draft = seen.draft.value if seen.draft.known else min(rest.values())
-            seen.made = RoundCosts.of(draft, rest, self.max_gamma, seen.reading())
-        return seen.made
+            draft = timings.draft.value if timings.draft.known else min(rest.values())
+            timings.cached = RoundCosts.of(draft, rest, self.max_gamma, timings.reading())
+        return timings.cached
 
-    def timed(self, batch: int) -> RoundCosts | None:
+    def rounds_if_timed(self, batch: int) -> RoundCosts | None:
         """`rounds` if a plain step and a draft step were timed; None if it would be a guess."""
-        seen = self._batches.get(batch)
-        if seen is None or not (seen.plain_known and seen.draft.known):
+        timings = self._batches.get(batch)
+        if timings is None or not (timings.plain_known and timings.draft.known):
             return None
         return self.rounds(batch)
 
-    def earlier(self, settings: Hashable = None) -> EarlierTexts:
+    def earlier_texts(self, settings: Hashable = None) -> EarlierTexts:
         """Earlier texts with these settings. New settings start from the average of all texts."""
         mine = self._settings.pop(settings, None) or EarlierTexts(
             self._texts.acceptance, self._texts
         )
         self._settings[settings] = mine  # now the most recently used
-        if len(self._settings) > MOST_SETTINGS:
+        if len(self._settings) > MAX_SETTINGS:
             del self._settings[next(iter(self._settings))]
         return mine

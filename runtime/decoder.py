@@ -71,7 +71,7 @@ class Decoder:
     def admit(self, request: Request) -> ActiveSequence:
         """Take a slot, prefill the target, and emit the first token, drawn from p alone."""
         self.check(request)
-        known = request.prompt[:1] if request.second else request.prompt
+        known = request.prompt[:1] if request.second_token_candidates else request.prompt
         slot = self.slots.acquire(known, request.source)
         try:
             sequence = ActiveSequence(request, slot)
@@ -82,7 +82,7 @@ class Decoder:
             sequence.slot.tokens.extend(request.prompt)
             sequence.stats.reused_tokens = sequence.slot.target_len
             first = self.rounds.start(sequence)
-            self._settle(sequence, first)
+            self._commit(sequence, first)
             if sequence.error is not None:
                 raise sequence.error
             stats = sequence.stats
@@ -109,43 +109,43 @@ class Decoder:
         """
         begin = time.perf_counter()
         plans = [self._plan(sequence, len(batch)) for sequence in batch]
-        chosen = time.perf_counter()
-        behind = sum(plan.sequence.slot.draft_lacks for plan in plans if self._reads_model(plan))
+        planned_at = time.perf_counter()
+        unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
-        after = time.perf_counter()
+        ran_at = time.perf_counter()
         for sequence, part in zip(batch, result.parts, strict=True):
             try:
-                self._settle(sequence, part)
+                self._commit(sequence, part)
             except BaseException:  # an interrupt, perhaps in a thread that owns another text
-                self._check_whole(sequence)
+                self._fail_if_incomplete(sequence)
                 raise
         end = time.perf_counter()
-        self._observe(result, plans, behind, end - chosen)
+        self._record_costs(result, plans, unread, end - planned_at)
         for sequence in batch:
             stats = sequence.stats
             stats.time_verify += result.time_verify
-            stats.time_sample += result.time_sample + (end - after)
+            stats.time_sample += result.time_sample + (end - ran_at)
             stats.time_draft += result.time_draft
             stats.time_draft_prefill += result.time_draft_prefill
             stats.time_rounds += end - begin - result.time_draft_prefill
             # Not wall time since the start, which would include a slow reader of the stream.
             stats.elapsed += end - begin
 
-    def _plan(self, sequence: ActiveSequence, together: int) -> SlotPlan:
+    def _plan(self, sequence: ActiveSequence, batch_size: int) -> SlotPlan:
         request = sequence.request
-        gamma = request.gamma if request.policy is None else request.policy.next(together)
-        return SlotPlan(sequence, gamma, self._limit(sequence), self._left(sequence))
+        gamma = request.gamma if request.policy is None else request.policy.next(batch_size)
+        return SlotPlan(sequence, gamma, self._max_drafts(sequence), self._tokens_left(sequence))
 
     def _reads_model(self, plan: SlotPlan) -> bool:
         kind = KINDS[plan.sequence.request.draft]
-        return kind.reads_model and min(plan.gamma, plan.limit) > 0
+        return kind.reads_model and min(plan.gamma, plan.max_drafts) > 0
 
-    def _observe(
-        self, result: RoundResult, plans: Sequence[SlotPlan], behind: int, seconds: float
+    def _record_costs(
+        self, result: RoundResult, plans: Sequence[SlotPlan], unread: int, seconds: float
     ) -> None:
         """Record the cost of a round, for policies.
 
-        behind: tokens that the draft had to read first. seconds: the round without the choice of
+        unread: tokens that the draft had to read first. seconds: the round without the choice of
         gamma, which only some rounds make: it would make rarely used gammas look expensive.
         """
         kinds = {plan.sequence.request.draft for plan in plans}
@@ -153,29 +153,30 @@ class Decoder:
             return  # with several kinds of draft, the cost of each is unknown
         if any(part.error for part in result.parts):
             return  # the sequences were run again one by one
-        costs, caught_up = self.costs[kinds.pop()], result.time_draft_prefill
+        costs, catch_up_seconds = self.costs[kinds.pop()], result.time_draft_prefill
         steps = max(len(part.drafts) for part in result.parts)
-        rest = seconds - result.time_draft - caught_up
+        rest = seconds - result.time_draft - catch_up_seconds
         costs.observe(len(plans), steps, result.time_draft, rest)
-        if caught_up and behind:
-            costs.caught_up(len(plans), behind, caught_up)
+        if catch_up_seconds and unread:
+            costs.observe_catch_up(len(plans), unread, catch_up_seconds)
 
-    def _left(self, sequence: ActiveSequence) -> int:
+    def _tokens_left(self, sequence: ActiveSequence) -> int:
         """How many more tokens the text can have."""
         return min(
             sequence.request.max_new_tokens - len(sequence.output),
             self.max_len - len(sequence.slot.tokens),
         )
 
-    def _limit(self, sequence: ActiveSequence) -> int:
+    def _max_drafts(self, sequence: ActiveSequence) -> int:
         """The most tokens to draft: those that can still become text and fit into the contexts."""
         if not KINDS[sequence.request.draft].reads_model:
-            return max(0, self._left(sequence) - 1)
+            return max(0, self._tokens_left(sequence) - 1)
         if self.draft is None or len(source_ids(sequence.request.source)) > self.draft_max_len:
             return 0
-        return max(0, min(self._left(sequence) - 1, self.draft_max_len - len(sequence.slot.tokens)))
+        room = self.draft_max_len - len(sequence.slot.tokens)
+        return max(0, min(self._tokens_left(sequence) - 1, room))
 
-    def _settle(self, sequence: ActiveSequence, part: SlotResult) -> None:
+    def _commit(self, sequence: ActiveSequence, part: SlotResult) -> None:
         """Commit the tokens of a round that become text."""
         if part.error is not None:
             sequence.error, sequence.finish_reason = part.error, "error"
@@ -183,10 +184,10 @@ class Decoder:
         drafts, verdict = part.drafts, part.verdict
         gamma = len(drafts)
         ids = [*drafts[: verdict.accepted], verdict.token]
-        last = "bonus" if verdict.accepted == gamma else "corrected"
+        last_origin = "bonus" if verdict.accepted == gamma else "corrected"
         if gamma == 0:
-            last = "plain" if sequence.output else "first"
-        origins = ["accepted"] * verdict.accepted + [last]
+            last_origin = "plain" if sequence.output else "first"
+        origins = ["accepted"] * verdict.accepted + [last_origin]
         rows = part.rows() if sequence.request.logprobs is not None else None
         before = len(sequence.output)
         for i, (token, origin) in enumerate(zip(ids, origins, strict=True)):
@@ -201,15 +202,15 @@ class Decoder:
         slot.roll_back(len(slot.tokens) - (len(ids) - emitted))
         stats = sequence.stats
         stats.output_tokens = len(sequence.output)
-        if last != "first":
+        if last_origin != "first":
             kept = min(verdict.accepted, emitted)
             examined = min(len(verdict.ratios), emitted)
-            stats.count_round(gamma, kept, examined, emitted, whole=emitted == len(ids))
+            stats.count_round(gamma, kept, examined, emitted, is_complete=emitted == len(ids))
             if (policy := sequence.request.policy) is not None:
                 policy.observe(gamma, len(verdict.ratios), verdict.accepted)
 
     @staticmethod
-    def _check_whole(sequence: ActiveSequence) -> None:
+    def _fail_if_incomplete(sequence: ActiveSequence) -> None:
         """Fail a sequence to which a round was only partly added."""
         if len(sequence.slot.tokens) != len(sequence.request.prompt) + len(sequence.output):
             sequence.finish_reason = "error"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .files.errors import interrupts_wait, run_command
+from .files.errors import defer_interrupts, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    with interrupts_wait():
+    with defer_interrupts():
         from .cli.command import run  # imported here, so that Ctrl-C ends it with one line
     return run(argv)
 

@@ -37,12 +37,12 @@ def open_rounds(
     """Open both engines on the CPU, and the files that drafts read. The arguments are those of
     `bundle.load`. Raises OutriderError "backend", "memory", "option", "vocabulary"."""
     pair = manifest.pair
-    tables = looked = None
+    tables = corpus_index = None
     if table is not None:
         tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
     if corpus is not None:
         text = read_text(Path(corpus), f"the corpus {corpus}")
-        looked = Corpus(tokenizer.encode(text, add_special_tokens=False))
+        corpus_index = Corpus(tokenizer.encode(text, add_special_tokens=False))
     engines = {
         role: host_engine(manifest.backend)(
             folder / role, facts, slots=slots,
@@ -67,8 +67,9 @@ def open_rounds(
             return NumpySampler(vocab_size)
         return RoundSampler(vocab_size, pair.max_gamma, slots, threads, draft_vocab_size)
 
-    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
+    shared_vocab_size = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
     return HostRounds(
-        engines["target"], engines.get("draft"), sampler(pair.vocab_size, narrower),
-        None if narrower is None else sampler(narrower, None), tables, looked, reuse=reuse,
+        engines["target"], engines.get("draft"), sampler(pair.vocab_size, shared_vocab_size),
+        None if shared_vocab_size is None else sampler(shared_vocab_size, None),
+        tables, corpus_index, reuse=reuse,
     )  # fmt: skip

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from .costs import PRIOR, WEIGHT, Costs, EarlierTexts, RoundCosts
+from .costs import PRIOR_ACCEPTANCE, PRIOR_WEIGHT, Costs, EarlierTexts, RoundCosts
 
-KEEP = 0.96  # factor by which earlier observations fade with every round
-STAY = 8  # rounds for which a choice is kept
+DECAY = 0.96  # factor by which earlier observations fade with every round
+ROUNDS_PER_CHOICE = 8  # rounds for which a choice is kept
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
-ALLOWANCE, RATE = 3.0, 0.03  # what a text may lose: plain steps, and plain steps per token
+LOSS_ALLOWANCE, LOSS_RATE = (
+    3.0,
+    0.03,
+)  # what a text may lose: plain steps, and plain steps per token
 
 
 class Policy(Protocol):
@@ -46,19 +49,19 @@ def make_policy(
     while they lose time, which "auto" always does. settings: what p and q depend on besides the
     models. Raises ValueError."""
     if gamma == "auto":
-        return Measured(costs, max_gamma, settings=settings)
+        return MeasuredPolicy(costs, max_gamma, settings=settings)
     if gamma == "transformers":
-        named: Policy = Transformers(max_gamma)
+        base: Policy = TransformersPolicy(max_gamma)
     elif isinstance(gamma, int) and 0 <= gamma <= max_gamma:
-        named = Constant(gamma)
+        base = ConstantPolicy(gamma)
     else:
         raise ValueError(f"gamma {gamma!r} of at most {max_gamma}")
     if fallback and gamma != 0:
-        return Measured(costs, max_gamma, named, settings)
-    return named
+        return MeasuredPolicy(costs, max_gamma, base, settings)
+    return base
 
 
-class Constant:
+class ConstantPolicy:
     def __init__(self, gamma: int):
         self.gamma = gamma
 
@@ -69,7 +72,7 @@ class Constant:
         pass
 
 
-class Transformers:
+class TransformersPolicy:
     """The "heuristic" schedule of Hugging Face Transformers: starts at 5, adds 2 after a round that
     accepted all drafts, otherwise subtracts 1, down to 1.
 
@@ -99,34 +102,36 @@ class Acceptance:
 
     def __init__(self, max_gamma: int, prior: float):
         # Tokens examined and accepted: in total, and at each position.
-        self.seen, self.kept = WEIGHT, prior * WEIGHT
-        self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
+        self.examined, self.accepted = PRIOR_WEIGHT, prior * PRIOR_WEIGHT
+        self.examined_at, self.accepted_at = [0.0] * max_gamma, [0.0] * max_gamma
 
     def add(self, examined: int, accepted: int) -> None:
-        self.seen = KEEP * self.seen + examined
-        self.kept = KEEP * self.kept + accepted
+        self.examined = DECAY * self.examined + examined
+        self.accepted = DECAY * self.accepted + accepted
         for i in range(examined):
-            self.seen_at[i] = KEEP * self.seen_at[i] + 1
-            self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
+            self.examined_at[i] = DECAY * self.examined_at[i] + 1
+            self.accepted_at[i] = DECAY * self.accepted_at[i] + (i < accepted)
 
     def tokens(self) -> list[float]:
         """Expected tokens per round, by gamma: equation (1) with an acceptance for each position,
         which stays near the common one while there are few observations."""
-        common, reached, tokens = self.kept / self.seen, 1.0, [1.0]
-        for seen, kept in zip(self.seen_at, self.kept_at, strict=True):
-            reached *= (kept + WEIGHT * common) / (seen + WEIGHT)
+        common, reached, tokens = self.accepted / self.examined, 1.0, [1.0]
+        for examined, accepted in zip(self.examined_at, self.accepted_at, strict=True):
+            reached *= (accepted + PRIOR_WEIGHT * common) / (examined + PRIOR_WEIGHT)
             tokens.append(tokens[-1] + reached)
         return tokens
 
     def forget(self) -> None:
         """Forget all but one token of what was observed, and add one with the prior acceptance."""
-        self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
-        self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
-        self.seen_at = [min(1.0, s) for s in self.seen_at]
+        self.accepted = self.accepted / max(1.0, self.examined) + PRIOR_ACCEPTANCE
+        self.examined = min(1.0, self.examined) + 1
+        pairs = zip(self.accepted_at, self.examined_at, strict=True)
+        self.accepted_at = [accepted / max(1.0, examined) for accepted, examined in pairs]
+        self.examined_at = [min(1.0, examined) for examined in self.examined_at]
 
 
-class Measured:
-    """The fastest gamma by measured costs and acceptance; with `named`, the choice of that policy
+class MeasuredPolicy:
+    """The fastest gamma by measured costs and acceptance; with `base`, the choice of that policy
     or 0.
 
     Theorem 3.8 of Leviathan et al. 2023, with the measured cost of a round instead of gamma c + 1
@@ -150,80 +155,81 @@ class Measured:
         self,
         costs: Costs,
         max_gamma: int,
-        named: Policy | None = None,
+        base: Policy | None = None,
         settings: Hashable = None,
     ):
-        self.costs, self.max_gamma, self.named = costs, max_gamma, named
+        self.costs, self.max_gamma, self.base = costs, max_gamma, base
         self.settings = settings
         # Both are set in the first round: a request may never run.
         self.acceptance: Acceptance | None = None
-        self.earlier: EarlierTexts | None = None
+        self.earlier_texts: EarlierTexts | None = None
         # The choice, its batch size, and the number of rounds for which it is still kept.
-        self.gamma, self.batch, self.left = 1, 0, 0
+        self.gamma, self.batch, self.rounds_left = 1, 0, 0
         # Rounds with drafts since then: the arguments of `observe`, and how many tokens were read.
-        self.unsettled: list[tuple[int, int, int, int]] = []
-        self.behind = 0  # tokens that the draft has not read
-        self.tokens, self.lost = 0, 0.0  # of the text; lost: plain steps, negative is a gain
-        self.lost_before = 0.0  # `lost` when drafts were last resumed
+        self.pending_rounds: list[tuple[int, int, int, int]] = []
+        self.unread_tokens = 0  # tokens that the draft has not read
+        self.tokens, self.loss = 0, 0.0  # of the text; loss: plain steps, negative is a gain
+        self.loss_at_resume = 0.0  # `loss` when drafts were last resumed
         self.pause = PAUSE
 
     def next(self, batch: int) -> int:
-        if self.left and (batch == self.batch or self.gamma == 0):
-            self.left -= 1
-            return self.named.next(batch) if self.named and self.gamma else self.gamma
-        if self.acceptance is None or self.earlier is None:
-            self.earlier = self.costs.earlier(self.settings)
-            self.earlier.began()
-            self.acceptance = Acceptance(self.max_gamma, self.earlier.acceptance)
-        if (lacking := self.costs.lacking(batch)) is not None:
-            return lacking
-        self.batch, self.left = batch, 0
+        if self.rounds_left and (batch == self.batch or self.gamma == 0):
+            self.rounds_left -= 1
+            return self.base.next(batch) if self.base and self.gamma else self.gamma
+        if self.acceptance is None or self.earlier_texts is None:
+            self.earlier_texts = self.costs.earlier_texts(self.settings)
+            self.earlier_texts.record_start()
+            self.acceptance = Acceptance(self.max_gamma, self.earlier_texts.acceptance)
+        if (untimed := self.costs.gamma_to_time(batch)) is not None:
+            return untimed
+        self.batch, self.rounds_left = batch, 0
         costs = self.costs.rounds(batch)
-        for gamma, examined, accepted, behind in self.unsettled:
+        for gamma, examined, accepted, unread in self.pending_rounds:
             tokens = accepted + 1
             self.tokens += tokens
-            self.lost += costs.round(gamma) + costs.catching_up(behind) - tokens
+            self.loss += costs.round(gamma) + costs.catch_up(unread) - tokens
             examined = min(examined, tokens)  # the block rule examines tokens after a rejection
-            self.earlier.add(examined, min(accepted, examined))
+            self.earlier_texts.add(examined, min(accepted, examined))
             self.acceptance.add(examined, min(accepted, examined))
-        self.unsettled.clear()
-        spare = ALLOWANCE + RATE * self.tokens - self.lost - costs.catching_up(self.behind)
-        gamma = self._choose(costs, self.acceptance, spare)
+        self.pending_rounds.clear()
+        loss_budget = LOSS_ALLOWANCE + LOSS_RATE * self.tokens - self.loss
+        loss_budget -= costs.catch_up(self.unread_tokens)
+        gamma = self._choose(costs, self.acceptance, loss_budget)
         if gamma == 0:
             return 0
-        spare -= costs.round(gamma) - 1
+        loss_budget -= costs.round(gamma) - 1
         # Keep the choice only for as many rounds as may all accept nothing.
-        later = costs.round(self.max_gamma if self.named else gamma) - 1
-        self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
-        return gamma if spare >= 0 else 0
+        worst_loss = costs.round(self.max_gamma if self.base else gamma) - 1
+        self.rounds_left = min(self.rounds_left, max(0, int(loss_budget / max(worst_loss, 1e-9))))
+        return gamma if loss_budget >= 0 else 0
 
     def observe(self, gamma: int, examined: int, accepted: int) -> None:
         if gamma == 0:  # a plain step loses nothing
-            self.behind += 1
+            self.unread_tokens += 1
             self.tokens += 1
             return
-        self.unsettled.append((gamma, examined, accepted, self.behind))
-        self.behind = 0
-        if self.named:
-            self.named.observe(gamma, examined, accepted)
+        self.pending_rounds.append((gamma, examined, accepted, self.unread_tokens))
+        self.unread_tokens = 0
+        if self.base:
+            self.base.observe(gamma, examined, accepted)
 
-    def _choose(self, costs: RoundCosts, acceptance: Acceptance, spare: float) -> int:
-        """gamma of the next round; sets `gamma` and `left` for the rounds after it. spare: what a
-        round may still lose."""
+    def _choose(self, costs: RoundCosts, acceptance: Acceptance, loss_budget: float) -> int:
+        """gamma of the next round; sets `gamma` and `rounds_left` for the rounds after it.
+        loss_budget: what a round may still lose."""
         if self.gamma == 0:  # the pause is over
             acceptance.forget()
-            self.gamma, self.lost_before = 1, self.lost
+            self.gamma, self.loss_at_resume = 1, self.loss
             return 1
         speed = [t / costs.round(gamma) for gamma, t in enumerate(acceptance.tokens())]
-        choices = range(len(speed)) if self.named is None else (0, self.named.next(self.batch))
+        choices = range(len(speed)) if self.base is None else (0, self.base.next(self.batch))
         self.gamma = max(choices, key=speed.__getitem__)
         if self.gamma == 0:
-            gained = self.lost < self.lost_before
+            gained = self.loss < self.loss_at_resume
             self.pause = PAUSE if gained else min(2 * self.pause, LONGEST_PAUSE)
-            self.left = self.pause - 1
+            self.rounds_left = self.pause - 1
             return 0
         # The best may be too expensive for now; another one can earn what it costs.
-        within = [gamma for gamma in choices if costs.round(gamma) - 1 <= spare]
-        self.gamma = max(within, key=speed.__getitem__, default=0) or self.gamma
-        self.left = STAY - 1
+        affordable = [gamma for gamma in choices if costs.round(gamma) - 1 <= loss_budget]
+        self.gamma = max(affordable, key=speed.__getitem__, default=0) or self.gamma
+        self.rounds_left = ROUNDS_PER_CHOICE - 1
         return self.gamma

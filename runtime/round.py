@@ -12,12 +12,12 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import feed, prefill, slot_sampling, span, with_source
+from .calls import encode_source, forward_slots, prefill, slot_range, slot_sampling
 from .drafts.draft import Sources
 from .drafts.lookup import Corpus
 from .drafts.proposer import Proposer
 from .drafts.tables import Tables
-from .files.errors import OF_ONE, OutriderError
+from .files.errors import PER_REQUEST_KINDS, OutriderError
 from .sampling.sampler import Sampler
 from .sequence import ActiveSequence, RoundResult, Rounds, SlotPlan, SlotResult
 from .slots import SlotTable
@@ -37,23 +37,23 @@ def speculate(
     Raises OutriderError("numeric") for a broken row. The round can then be repeated: nothing is
     committed, and random numbers depend only on the position in the text.
     """
-    gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
+    gammas = {plan.sequence: min(plan.gamma, plan.max_drafts) for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
-    for sequence in proposer.lacking(gammas):
-        proposer.read(sequence)
+    for sequence in proposer.sequences_behind(gammas):
+        proposer.catch_up(sequence)
     drafted = proposer.propose(gammas)
 
     # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
-    within = span(gammas)
-    fed = {
+    bounds = slot_range(gammas)
+    inputs = {
         x: (x.slot.target_len, [x.slot.pending, *drafts]) for x, drafts in drafted.tokens.items()
     }
-    logits = feed(target, slots.target_lengths, within, fed)
+    logits = forward_slots(target, slots.target_lengths, bounds, inputs)
 
     # Accept each x with probability min(1, p/q); correct the first rejected one, or extend.
-    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])
+    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=bounds[0])
     return [
-        SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - within[0]))
+        SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - bounds[0]))
         for (sequence, drafts), verdict in zip(drafted.tokens.items(), verdicts, strict=True)
     ]
 
@@ -75,19 +75,19 @@ class HostRounds(Rounds):
         *,
         reuse: bool = True,
     ):
-        held = (target.cached_rows, draft.cached_rows if draft else None) if reuse else ()
+        held_rows = (target.cached_rows, draft.cached_rows if draft else None) if reuse else ()
         self.target, self.draft, self.sampler = target, draft, sampler
-        self.slots = SlotTable(target.slots, *held)
+        self.slots = SlotTable(target.slots, *held_rows)
         self._clock = clock = Stopwatch()
         width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
         sources = Sources(width, self.slots, draft, inner, tables, corpus)
         # Rounds and drafts contain no timing code; the objects they call are timed.
-        self._sampler = clock.around(
+        self._sampler = clock.timed_proxy(
             sampler, begin="host", give="host", draw="sample", verify="sample"
         )
-        self._target = clock.around(target, forward="verify", encode="verify")
+        self._target = clock.timed_proxy(target, forward="verify", encode="verify")
         self.proposer = Proposer(sources, self._sampler)
-        self._proposer = clock.around(self.proposer, propose="draft", read="draft_prefill")
+        self._proposer = clock.timed_proxy(self.proposer, propose="draft", catch_up="draft_prefill")
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -96,7 +96,7 @@ class HostRounds(Rounds):
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
         self._clock.lap()
-        sequence.request = with_source(self._target, slot.index, sequence.request)
+        sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]
@@ -104,27 +104,27 @@ class HostRounds(Rounds):
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
         except OutriderError as error:
-            return SlotResult.broken(error)
+            return SlotResult.failed(error)
         return SlotResult([], verdict, lambda: rows[0])
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._clock.lap()
-        parts = self._parts(plans)
+        parts = self._run_or_split(plans)
         times = self._clock.lap()
         return RoundResult(
             parts, times["draft"], times["draft_prefill"], times["verify"], times["sample"]
         )
 
-    def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
+    def _run_or_split(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
         """Run a round; if it fails because of one sequence, run each sequence separately."""
         try:
             return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
         except OutriderError as error:
-            if error.kind not in OF_ONE:
+            if error.kind not in PER_REQUEST_KINDS:
                 raise
             if len(plans) == 1:
-                return [SlotResult.broken(error)]
-        alone = (part for plan in plans for part in self._parts([plan]))
+                return [SlotResult.failed(error)]
+        alone = (part for plan in plans for part in self._run_or_split([plan]))
         # Copied, because the logits of these rounds share a buffer.
         return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]
 

@@ -32,10 +32,10 @@ class Request:
     target's. draft_threshold: a round stops drafting after a token to which the draft gave less
     probability; 0 for never. logprobs: number of alternatives reported for each token, None for no
     log-probabilities. stop: called with each new token in order; the text ends after the token for
-    which it returns a finish reason. source: input of the encoder; empty without one. second: the
-    candidates for the second token of the prompt, of which the target's most probable one after the
-    first token, unprocessed, is used (to detect a language). processors: applied to the logits of
-    target and draft, in this order.
+    which it returns a finish reason. source: input of the encoder; empty without one.
+    second_token_candidates: the candidates for the second token of the prompt, of which the
+    target's most probable one after the first token, unprocessed, is used (to detect a language).
+    processors: applied to the logits of target and draft, in this order.
     """
 
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ class Request:
     logprobs: int | None = None
     stop: Callable[[int], str | None] | None = None
     source: Source = ()
-    second: Sequence[int] = ()
+    second_token_candidates: Sequence[int] = ()
     processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -84,7 +84,7 @@ class ActiveSequence:
         self.started = time.perf_counter()
 
     @property
-    def seen(self) -> Sequence[int]:
+    def copyable_tokens(self) -> Sequence[int]:
         """The tokens that drafts can copy: the source, if there is one, and the text."""
         text, source = self.slot.tokens, source_ids(self.request.source)
         return [*source, *text] if source else text
@@ -94,14 +94,14 @@ class ActiveSequence:
 class SlotPlan:
     """One sequence's part of a round.
 
-    gamma: draft tokens wanted. limit: how many can still become text and fit into the contexts.
-    left: how many more tokens the text can have.
+    gamma: draft tokens wanted. max_drafts: how many can still become text and fit into the
+    contexts. tokens_left: how many more tokens the text can have.
     """
 
     sequence: ActiveSequence
     gamma: int
-    limit: int
-    left: int
+    max_drafts: int
+    tokens_left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class SlotResult:
     error: OutriderError | None = None
 
     @classmethod
-    def broken(cls, error: OutriderError) -> SlotResult:
+    def failed(cls, error: OutriderError) -> SlotResult:
         return cls([], Verdict(0, -1, ()), lambda: np.empty((0, 0), np.float32), error)
 
 

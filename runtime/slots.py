@@ -30,7 +30,7 @@ class Slot:
         return self.tokens[-1]
 
     @property
-    def draft_lacks(self) -> int:
+    def draft_unread(self) -> int:
         """How many tokens the draft must read before it drafts: of the prompt, or of rounds without
         it. The last two are not counted: the draft reads them in its first step."""
         return max(0, len(self.tokens) - 2 - self.draft_len)

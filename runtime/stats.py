@@ -49,10 +49,10 @@ class Stats:
     elapsed: float = 0.0
 
     def count_round(
-        self, gamma: int, accepted: int, examined: int, emitted: int, *, whole: bool = True
+        self, gamma: int, accepted: int, examined: int, emitted: int, *, is_complete: bool = True
     ) -> None:
-        """Add a round. emitted: tokens that became text, at most accepted + 1; whole: the round was
-        not cut off by the end of the text.
+        """Add a round. emitted: tokens that became text, at most accepted + 1; is_complete:
+        the round was not cut off by the end of the text.
 
         Positions that the end of the text cut off are not counted, because they are not evidence
         about the draft.
@@ -66,7 +66,7 @@ class Stats:
         while len(self.drafted_at) < gamma:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(gamma if whole else min(gamma, emitted)):
+        for i in range(gamma if is_complete else min(gamma, emitted)):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
 
@@ -166,26 +166,26 @@ class Stopwatch:
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def around(self, thing: T, **parts: Part) -> T:
-        """A proxy for `thing` whose named methods are counted as the given parts."""
-        return cast(T, _Timed(thing, self, parts))
+    def timed_proxy(self, wrapped: T, **parts: Part) -> T:
+        """A proxy for `wrapped` whose named methods are counted as the given parts."""
+        return cast(T, _TimedProxy(wrapped, self, parts))
 
 
-class _Timed:
-    """See `Stopwatch.around`. Methods are looked up at each call, so they may be replaced."""
+class _TimedProxy:
+    """See `Stopwatch.timed_proxy`. Methods are looked up at each call, so they may be replaced."""
 
-    def __init__(self, thing: Any, watch: Stopwatch, parts: dict[str, Part]):
-        self._thing = thing
+    def __init__(self, wrapped: Any, watch: Stopwatch, parts: dict[str, Part]):
+        self._wrapped = wrapped
         for name, part in parts.items():
 
             def call(*args: Any, name: str = name, part: Part = part, **options: Any) -> Any:
                 before = watch.enter(part)
                 try:
-                    return getattr(thing, name)(*args, **options)
+                    return getattr(wrapped, name)(*args, **options)
                 finally:
                     watch.enter(before)
 
             setattr(self, name, call)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._thing, name)
+        return getattr(self._wrapped, name)

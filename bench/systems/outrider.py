@@ -106,7 +106,7 @@ class OutriderWorker:
         calls = {str(n): call(decoder.target, n) for n in request.widths}
         if decoder.draft is not None:
             calls["draft"] = call(decoder.draft, 1)
-        with self.engine.undisturbed():
+        with self.engine.exclusive_access():
             for work in [*calls.values()] * (WARM_UPS - 1):  # `sample_in_turn` does the last one
                 work()
             return sample_in_turn(calls, rounds=request.rounds, patience=request.patience)

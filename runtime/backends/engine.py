@@ -74,8 +74,8 @@ class CachedRows:
     Row i of a slot depends on tokens 0 .. i and, with an encoder, on the slot's source. So a text
     with that source that begins with the same tokens can reuse its rows. A call overwrites rows,
     after which those behind them belong to no text. vocab_size: of the engine; ids beyond it are
-    read as 0 (`calls.readable`). states: of recurrent layers, whose rows are a ring: a text can be
-    continued only while the rows that a call reads are still there.
+    read as 0 (`calls.replace_unknown_ids`). states: of recurrent layers, whose rows are a ring: a
+    text can be continued only while the rows that a call reads are still there.
     """
 
     def __init__(self, slots: int, vocab_size: int, states: StateFacts | None = None):

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line, out_of_memory
-from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
+from ..files.errors import OutriderError, first_line, is_out_of_memory
+from ..files.manifest import CHUNK, FIRST_ROWS, GAMMA_LIMIT, GraphFacts, Manifest
 from .engine import (
     CachedRows,
     Features,
@@ -179,7 +179,7 @@ class HostEngine(ABC, Generic[Call]):
             yield
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
             raise OutriderError(
-                "memory" if out_of_memory(error) else "backend",
+                "memory" if is_out_of_memory(error) else "backend",
                 f"{self._library} failed on {what}: {first_line(error)}",
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None
@@ -254,7 +254,7 @@ class HostEngine(ABC, Generic[Call]):
         start = int(position[0])
         # No round goes back this far, so this is another text, whose first rows may be held.
         new_text = self.slots == 1 and (
-            start == 0 or self.cached_rows.length(0) - start > 2 * MOST_GAMMA
+            start == 0 or self.cached_rows.length(0) - start > 2 * GAMMA_LIMIT
         )
         if need <= self.row_count and not (new_text and need <= self.row_count // 2 >= FIRST_ROWS):
             return

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line, importing, out_of_memory
+from ..files.errors import OutriderError, first_line, importing, is_out_of_memory
 from ..files.library import add_operators
 from ..files.manifest import (
     ENCODER_FILE,
@@ -67,7 +67,7 @@ def open_session(
             enable_fallback=0,  # otherwise it prints the failure and tries again on the CPU
         )
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise OutriderError(
                 "memory",
                 f"not enough memory to open {file}",
@@ -111,7 +111,7 @@ class OrtEngine(HostEngine[Any]):
     default_min_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        if facts.host_alone and not kernel.available():
+        if facts.has_host_weights and not kernel.available():
             reason = kernel.unavailable_reason()
             raise OutriderError(
                 "backend",
@@ -119,7 +119,7 @@ class OrtEngine(HostEngine[Any]):
                 "Run make plugins, or install a wheel that includes it.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
-        use_host_graph = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
+        use_host_graph = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if use_host_graph else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         if facts.encoder is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Ids, Logits, Source
-from ..calls import readable, wide
+from ..calls import pad_to_narrowest, replace_unknown_ids
 from ..files.errors import OutriderError
 
 Tokens = tuple[int, ...]  # generated tokens, without the prompt
@@ -140,7 +140,7 @@ class Pool:
         for begin in range(start, end, self.engine.chunk):
             block = ids[:, begin - start : begin - start + self.engine.chunk]
             width = block.shape[1]
-            block = wide(self.engine, block)
+            block = pad_to_narrowest(self.engine, block)
             index = np.arange(min(max(0, row - begin), width - 1), width)
             position = np.full(len(texts), begin, np.int64)
             logits = self.engine.forward(block, position, index)
@@ -179,4 +179,4 @@ class Pool:
         return rows
 
     def _with_prompt(self, sequence: Tokens) -> Ids:
-        return readable(self.engine, (*self.prompt, *sequence))
+        return replace_unknown_ids(self.engine, (*self.prompt, *sequence))

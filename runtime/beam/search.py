@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import is_whole, out_of_range
-from ..files.manifest import MOST_GAMMA
+from ..files.manifest import GAMMA_LIMIT
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row_error, ids_within
@@ -215,7 +215,7 @@ def _check_options(width: int, draft_width: int, gamma: int, length_penalty: flo
     for name, value, minimum, maximum in (
         ("beams", width, 1, MAX_BEAMS),
         ("draft_beams", draft_width, width, 2 * MAX_BEAMS),
-        ("gamma", gamma, 0, MOST_GAMMA),  # outside of beam search it may also be "auto"
+        ("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
     ):
         if not is_whole(value) or not minimum <= value <= maximum:
             raise out_of_range(name, value, f"a whole number from {minimum} to {maximum}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..calls import with_source
+from ..calls import encode_source
 from ..drafts.model import ModelDraft
 from ..files.errors import OutriderError
 from ..text.engine import TextEngine
@@ -89,8 +89,8 @@ def beam_texts(
         system=system, special_tokens=special_tokens, source=source,
     )  # fmt: skip
     request = engine.request(prompt, options)
-    with engine.undisturbed():
-        request = with_source(decoder.target, 0, request)
+    with engine.exclusive_access():
+        request = encode_source(decoder.target, 0, request)
         ids = request.prompt
         result = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.engine import source_ids
-from ..calls import with_source
+from ..calls import encode_source
 from ..files.manifest import Dtype
 from ..sequence import Request
 from ..text.engine import TextEngine
@@ -236,8 +236,8 @@ def _replay(
     transforms: list[tuple[float, float]] = []
     mismatches: list[Mismatch] = []
     rounding = Rounding(engine.decoder.vocab_size, params.repetition_penalty)
-    with engine.exclusive() as slot:
-        request = with_source(engine.decoder.target, slot.index, request)
+    with engine.exclusive_slot() as slot:
+        request = encode_source(engine.decoder.target, slot.index, request)
         replay = Replay(engine, request)
         target, draft = TeacherForced(engine.decoder.target, slot, request), None
         if params.temperature and request.gamma and request.draft == "model":

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits
-from ..calls import prefill, readable, wide
+from ..calls import pad_to_narrowest, prefill, replace_unknown_ids
 from ..sampling.distribution import Distribution
 from ..sampling.philox import Purpose, uniform
 from ..sampling.processors import apply_processors
@@ -75,7 +75,8 @@ class TeacherForced:
             block = list(text[begin : begin + width])
             # Pad a short block, so that all calls have the same shape; its last rows are not used.
             padded = block + [0] * (width - len(block))
-            ids = wide(self._engine, readable(self._engine, padded)[None])  # as in a round
+            ids = replace_unknown_ids(self._engine, padded)[None]
+            ids = pad_to_narrowest(self._engine, ids)  # as in a round
             position = np.array([self._prompt_length + begin])
             (logits,) = self._engine.forward(ids, position, np.arange(width), first_slot=self._slot)
             yield from logits[: fed_count - begin]

@@ -54,7 +54,7 @@ exit status:
   {_STATUSES}"""
 
 
-def _whole(least: int, *names: str) -> Callable[[str], Any]:
+def _integer(least: int, *names: str) -> Callable[[str], Any]:
     """A converter of integers. names: values accepted instead of a number."""
 
     def convert(text: str) -> int | str:
@@ -70,15 +70,15 @@ def _whole(least: int, *names: str) -> Callable[[str], Any]:
     return convert
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _token_bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
-        return _whole(0)(token), float(value)
+        return _integer(0)(token), float(value)
     except (ArgumentTypeError, ValueError):
         raise ArgumentTypeError(f"{text!r} is not a token id and a number, as ID=X") from None
 
 
-def _escaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """A stop string with its escape sequences replaced."""
 
     def character(match: re.Match[str]) -> str:
@@ -107,11 +107,11 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument_group("engines").add_argument
     add("--engines", type=Path, required=True, metavar="DIR",
         help="bundle written by `make engines`")
-    add("--slots", type=_whole(1), metavar="N",
+    add("--slots", type=_integer(1), metavar="N",
         help="number of sequences decoded at a time (default: the bundle's)")
-    add("--threads", type=_whole(0), default=0, metavar="N",
+    add("--threads", type=_integer(0), default=0, metavar="N",
         help="CPU threads per model (default: 0, chosen by the backend)")
-    add("--plain-width", type=_whole(1), metavar="N",
+    add("--plain-width", type=_integer(1), metavar="N",
         help="smallest number of tokens per call of the target (default: 1 or 2, whichever makes "
         "the output the same for every gamma). Where the default is 2, 1 makes plain decoding on "
         "the CPU a few percent faster, but the output is then the same only for the same gamma")
@@ -165,14 +165,14 @@ def _parser() -> ArgumentParser:
     add_options(parser)
 
     add = parser.add_argument_group("length").add_argument
-    add("--max-new-tokens", type=_whole(1), metavar="N",
+    add("--max-new-tokens", type=_integer(1), metavar="N",
         help="maximum number of new tokens (default: 256; with --audio, as many as fit, per "
         "window)")
-    add("--min-new-tokens", type=_whole(0), metavar="N",
+    add("--min-new-tokens", type=_integer(0), metavar="N",
         help="minimum number of new tokens before end-of-text (default: the checkpoint's, or 0)")
-    add("--stop", type=_escaped, action="append", default=[], metavar="TEXT",
+    add("--stop", type=_unescape, action="append", default=[], metavar="TEXT",
         help=r"stop before this text; repeatable; recognises the escapes \n \t \r \xHH \uHHHH \\")
-    add("--stop-token-id", type=_whole(0), action="append", default=[], metavar="ID",
+    add("--stop-token-id", type=_integer(0), action="append", default=[], metavar="ID",
         dest="stop_token_ids", help="stop at this token; repeatable")
     add("--ignore-eos", action="store_true", help="continue after end-of-text")
 
@@ -180,7 +180,7 @@ def _parser() -> ArgumentParser:
     add("--temperature", type=float, default=0.0, metavar="T",
         help="sampling temperature (default: 0, always the most probable token, whatever top-k, "
         "top-p and min-p are)")
-    add("--top-k", type=_whole(0), default=0, metavar="K",
+    add("--top-k", type=_integer(0), default=0, metavar="K",
         help="keep only the K most probable tokens (default: 0, off)")
     add("--top-p", type=float, default=1.0, metavar="P",
         help="keep only the most probable tokens that together reach probability P (default: 1, "
@@ -197,16 +197,16 @@ def _parser() -> ArgumentParser:
     add("--presence-penalty", type=float, default=0.0, metavar="X",
         help="subtract X once from the logit of each token that occurs in the output (default: 0, "
         "off)")
-    add("--no-repeat-ngram-size", type=_whole(0), metavar="N",
+    add("--no-repeat-ngram-size", type=_integer(0), metavar="N",
         help="never repeat a sequence of N tokens from the prompt or output (default: the "
         "checkpoint's, or 0, off)")
-    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+    add("--logit-bias", type=_token_bias, action="append", default=[], metavar="ID=X",
         help="add X, from -100 to 100, to the logit of token ID; repeatable")
-    add("--seed", type=_whole(0), metavar="N",
+    add("--seed", type=_integer(0), metavar="N",
         help="random seed (default: drawn at random, and printed)")
 
     add = parser.add_argument_group("speculation").add_argument
-    add("--gamma", type=_whole(0, *get_args(GammaName)), metavar="N",
+    add("--gamma", type=_integer(0, *get_args(GammaName)), metavar="N",
         help="draft tokens per round; 0 is plain decoding; auto picks the fastest number for each "
         "round from measured costs and acceptance; transformers follows that library's schedule "
         "(default: 4 if the draft is a model, otherwise 8; 0 without a draft)")
@@ -234,8 +234,8 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument_group(
         "beam search", "Search for the most probable text instead of sampling; a wider beam of the "
         "draft runs ahead.").add_argument
-    add("--beams", type=_whole(1), metavar="W", help="beam width of the target")
-    add("--draft-beams", type=_whole(1), metavar="U",
+    add("--beams", type=_integer(1), metavar="W", help="beam width of the target")
+    add("--draft-beams", type=_integer(1), metavar="U",
         help="beam width of the draft, at least W (default: twice W)")
     add("--length-penalty", type=float, metavar="X",
         help="rank results by log-probability / length^X (default: 1, the mean per token)")
@@ -250,7 +250,7 @@ def _parser() -> ArgumentParser:
     add("--color", action="store_true",
         help="show accepted draft tokens, corrections and bonus tokens in three colours")
     add("--json", action="store_true", help="print one JSON object instead of the text")
-    add("--logprobs", type=_whole(0), metavar="N",
+    add("--logprobs", type=_integer(0), metavar="N",
         help="with --json or --batch: report the log-probability of each token under the target, "
         "before any sampling options, and those of the N most probable tokens")
     add("--stats", choices=("none", "summary", "detailed"), default="summary",

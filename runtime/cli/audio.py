@@ -14,22 +14,22 @@ from ..audio.subtitles import WEBVTT_HEADER, lines, subrip, webvtt
 from ..audio.transcription import Segment, SpeechOptions
 from ..files.progress import Stage, stage
 from ..text.options import Options
-from ..text.speech import DECIDED, Transcription
+from ..text.speech import FIXED_OPTIONS, Transcription
 from . import report
 from .output import Session
 
 FORMATS = ("text", "srt", "vtt", "json")
-OF_SPEECH = (
+SPEECH_OPTIONS = (
     "language", "task", "timestamps", "format", "condition_on_prev_tokens", "temperatures",
     "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold",
 )  # fmt: skip
 # Options of the command line that do not apply to --audio.
-OF_TEXTS = (
+TEXT_OPTIONS = (
     "source", "source_file", "system", "chat", "special_tokens", "min_new_tokens", "stop",
     "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream", "pace",
     "color", "json", "logprobs", "baseline", "check",
 )  # fmt: skip
-NAMES = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # irregular ones
+IRREGULAR_FLAGS = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # irregular ones
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="output format: text, srt or vtt subtitles, or one JSON object (default: text)")
     add("--condition-on-prev-tokens", action="store_true", default=None,
         help="in a long recording, prompt each window with the text before it")
-    add("--temperatures", type=_numbers, metavar="T,T,...",
+    add("--temperatures", type=_comma_separated_floats, metavar="T,T,...",
         help="temperatures to try in turn while a window's text misses one of the thresholds "
         "below, such as 0,0.2,0.4,0.6,0.8,1")
     add("--compression-ratio-threshold", type=float, metavar="X",
@@ -62,7 +62,7 @@ def add_options(parser: ArgumentParser) -> None:
     # fmt: on
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _comma_separated_floats(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -76,10 +76,10 @@ def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str
     def given(name: str) -> bool:
         return getattr(args, name) not in (parser.get_default(name), None)
 
-    for name in OF_SPEECH:
+    for name in SPEECH_OPTIONS:
         yield (not args.audio and given(name), f"--{flag(name)} is an option of --audio",
                "Add --audio FILE, or leave it out.")  # fmt: skip
-    for name in OF_TEXTS:
+    for name in TEXT_OPTIONS:
         yield (args.audio and given(name), f"--{flag(name)} has no meaning for --audio",
                leave)  # fmt: skip
     yield (args.temperatures and given("temperature"),
@@ -94,49 +94,49 @@ def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str
 
 def flag(name: str) -> str:
     """The command-line name of an option, without the dashes."""
-    return NAMES.get(name, name.replace("_", "-"))
+    return IRREGULAR_FLAGS.get(name, name.replace("_", "-"))
 
 
-def options_of(args: Namespace, options: Options) -> dict[str, Any]:
+def transcribe_arguments(args: Namespace, options: Options) -> dict[str, Any]:
     """The arguments of `TextEngine.transcribe`. options: sampling and drafting."""
     speech = {f.name: getattr(args, f.name, None) for f in fields(SpeechOptions)}
-    found = {name: value for name, value in speech.items() if value is not None}
-    found["temperature"] = args.temperatures or options.temperature
-    found["timestamps"] = bool(args.timestamps) or args.format in ("srt", "vtt")
+    arguments = {name: value for name, value in speech.items() if value is not None}
+    arguments["temperature"] = args.temperatures or options.temperature
+    arguments["timestamps"] = bool(args.timestamps) or args.format in ("srt", "vtt")
     if any(args.temperatures or ()) and args.seed is None:
         options = replace(options, seed=None).seeded()  # a retry may sample after all
-    shared = {n: v for n, v in vars(options).items() if n not in (*DECIDED, "temperature")}
-    return {**shared, **found, "max_new_tokens": args.max_new_tokens}
+    shared = {n: v for n, v in vars(options).items() if n not in (*FIXED_OPTIONS, "temperature")}
+    return {**shared, **arguments, "max_new_tokens": args.max_new_tokens}
 
 
 def transcribe(session: Session) -> None:
     """Print the text to stdout as it comes, progress and a summary to stderr."""
     args, out = session.args, session.out
-    options = options_of(args, session.options)
+    options = transcribe_arguments(args, session.options)
     write = _writer(args.format or "text", options["timestamps"])
     session.err.lines(report.notes([session.options]))
     begin = time.perf_counter()
     with ExitStack() as stack:
         # A terminal that shows the text as it comes needs no other progress.
-        shown = args.stats != "none" and not (out.terminal and args.format != "json")
+        shown = args.stats != "none" and not (out.is_terminal and args.format != "json")
         name = " ".join(args.audio.split())[-34:]
-        said = stack.enter_context(stage("audio", name)) if shown else Stage()
+        stage_info = stack.enter_context(stage("audio", name)) if shown else Stage()
 
-        def heard(seconds: float, duration: float, new: Sequence[Segment]) -> None:
-            said.phase = f"{_minutes(seconds)} of {_minutes(duration)}"
+        def show_window(seconds: float, duration: float, new: Sequence[Segment]) -> None:
+            stage_info.phase = f"{_minutes_text(seconds)} of {_minutes_text(duration)}"
             for text in write(new):
                 out.write(text)
 
-        found = session.engine.transcribe(args.audio, heard=heard, **options)
+        transcription = session.engine.transcribe(args.audio, heard=show_window, **options)
     for text in write(None):
         out.write(text)
     if args.format == "json":
-        out.line(report.json_line(json_object(found)))
+        out.line(report.json_line(json_object(transcription)))
     if args.stats != "none":
         seed = any(args.temperatures or [options["temperature"]])
-        session.err.lines(_summary(found, time.perf_counter() - begin, seed))
+        session.err.lines(_summary(transcription, time.perf_counter() - begin, seed))
     if args.stats == "detailed":
-        session.err.lines(report.detailed(found.stats))
+        session.err.lines(report.detailed(transcription.stats))
     session.show_engine()
 
 
@@ -167,37 +167,37 @@ def _writer(form: str, timed: bool) -> Writer:
     return writers[form]
 
 
-def _minutes(seconds: float) -> str:
+def _minutes_text(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _summary(found: Transcription, seconds: float, seed: bool) -> list[str]:
+def _summary(transcription: Transcription, seconds: float, seed: bool) -> list[str]:
     """The summary of a transcription. seconds: wall time. seed: whether to print the seed."""
-    stats = found.stats
-    language = f" | language {found.language}" if found.language else ""
+    stats = transcription.stats
+    language = f" | language {transcription.language}" if transcription.language else ""
     return [
-        f"audio {found.duration:.1f} s | windows {found.windows}{language} | {seconds:.1f} s, "
-        f"{found.duration / seconds:.1f} times real time",
+        f"audio {transcription.duration:.1f} s | windows {transcription.windows}{language} | "
+        f"{seconds:.1f} s, {transcription.duration / seconds:.1f} times real time",
         f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s"
-        + (f" | seed {found.seed}" if seed else ""),
+        + (f" | seed {transcription.seed}" if seed else ""),
         *report.round_lines(stats, str(len(stats.drafted_at))),
     ]
 
 
-def json_object(found: Transcription) -> dict[str, Any]:
+def json_object(transcription: Transcription) -> dict[str, Any]:
     """The object of --format json. Times are in seconds, except those in `stats`."""
     return {
-        "text": found.text,
-        "language": found.language,
-        "duration": round(found.duration, 3),
+        "text": transcription.text,
+        "language": transcription.language,
+        "duration": round(transcription.duration, 3),
         "segments": [
             {
                 "start": round(segment.start, 2), "end": round(segment.end, 2),
                 "text": segment.text, "token_ids": segment.token_ids,
             }
-            for segment in found.segments
+            for segment in transcription.segments
         ],
-        "windows": found.windows,
-        "seed": found.seed,
-        "stats": found.stats.summary(),
+        "windows": transcription.windows,
+        "seed": transcription.seed,
+        "stats": transcription.stats.summary(),
     }  # fmt: skip

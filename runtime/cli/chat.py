@@ -29,25 +29,25 @@ def converse(session: Session) -> None:
         )
     request = engine.request([{"role": "user", "content": "."}], session.options)
     refuse_unread(args, [request.draft] if request.gamma else [])
-    if err.terminal:
+    if err.is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401 - arrow keys and history, where Python has them
         err.line(HELP)
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     while (text := _read(err)) is not None:
         if text.strip() == "/reset":
-            said.clear()
+            messages.clear()
         elif text.strip():
-            said.append({"role": "user", "content": text})
+            messages.append({"role": "user", "content": text})
             try:
-                said.append({"role": "assistant", "content": _answer(session, said)})
+                messages.append({"role": "assistant", "content": _answer(session, messages)})
             except OutriderError as error:
-                said.pop()
+                messages.pop()
                 err.line(f"error: {error}")
 
 
-def _answer(session: Session, said: list[dict[str, Any]]) -> str:
-    with session.engine.stream(said, session.options) as stream:
+def _answer(session: Session, messages: list[dict[str, Any]]) -> str:
+    with session.engine.stream(messages, session.options) as stream:
         try:
             session.show(stream)
         except KeyboardInterrupt:

@@ -27,9 +27,9 @@ from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
 from .chat import converse
 from .output import Progress, Session, standard_streams
-from .prompts import at_line, batch_requests, prompt_from, source_from
+from .prompts import batch_requests, error_at_line, prompt_from, source_from
 
-WARM_UP = 16  # tokens generated with and without drafts before --baseline measures
+WARM_UP_TOKENS = 16  # tokens generated with and without drafts before --baseline measures
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -41,8 +41,8 @@ def run(argv: Sequence[str] | None) -> int:
     options = options_from(args)
     if args.batch:
         requests = batch_requests(args, options)
-        engine = _load(args, [asked for _, _, asked in requests])
-        _batch(Session(engine, args, options, out, err), requests)
+        engine = _load(args, [request_options for _, _, request_options in requests])
+        _run_batch(Session(engine, args, options, out, err), requests)
     elif args.audio:
         check_file(args.audio)
         transcribe(Session(_load(args, [options]), args, options, out, err))
@@ -51,18 +51,18 @@ def run(argv: Sequence[str] | None) -> int:
     else:
         prompt = prompt_from(args)
         session = Session(_load(args, [options]), args, options, out, err)
-        (_beams if args.beams else _single)(session, prompt)
+        (_run_beams if args.beams else _run_single)(session, prompt)
     return 0
 
 
-def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
+def _load(args: Namespace, all_options: Sequence[Options]) -> TextEngine:
     """Load the bundle, with its draft model if one of the requests needs it."""
     return load(
         args.engines, slots=args.slots or (SLOTS_PER_BEAM * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus, reuse=not args.baseline,
-        plain_width=args.plain_width, draft_model=any(map(_needs_model, texts)),
+        plain_width=args.plain_width, draft_model=any(map(_needs_model, all_options)),
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _needs_model(options: Options) -> bool:
     return options.gamma != 0 and (kind is None or (kind in KINDS and KINDS[kind].needs_model()))
 
 
-def _single(session: Session, prompt: Prompt | None) -> None:
+def _run_single(session: Session, prompt: Prompt | None) -> None:
     engine, args, options, err = session.engine, session.args, session.options, session.err
     request = engine.request(prompt, options)
     refuse_unread(args, [request.draft] if request.gamma else [])
@@ -85,13 +85,15 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     err.lines(report.notes([options]))
     plain_options = options.plain()
     if args.baseline:
-        few = min(WARM_UP, options.max_new_tokens)
+        warm_up_tokens = min(WARM_UP_TOKENS, options.max_new_tokens)
         for warm_up in (options, plain_options):
-            short = replace(warm_up, max_new_tokens=few, min_new_tokens=0, stop=(), ignore_eos=True)
+            short = replace(
+                warm_up, max_new_tokens=warm_up_tokens, min_new_tokens=0, stop=(), ignore_eos=True
+            )
             engine.generate(prompt, short)
     if args.color:
         err.line(report.legend())
-    result = _text(session, prompt)
+    result = _generate_text(session, prompt)
 
     greedy = options.temperature == 0
     objects: dict[str, Any] = {}
@@ -108,9 +110,9 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     session.show_engine()
     certificate = None
     if args.check:
-        with stage("check", "texts, compared with the target") as said:
-            tell = partial(setattr, said, "phase")
-            certificate = check(engine, prompt, options, tell)
+        with stage("check", "texts, compared with the target") as stage_info:
+            set_phase = partial(setattr, stage_info, "phase")
+            certificate = check(engine, prompt, options, set_phase)
         objects["check"] = certificate.json_object()
         err.lines(certificate.lines())
     if args.json:
@@ -136,10 +138,10 @@ def _costs(
     if plain is not None and plain.stats.rounds and stats.drafted:
         return summarise({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
     known = engine.decoder.costs.get(draft)
-    return known.timed(1) if known else None
+    return known.rounds_if_timed(1) if known else None
 
 
-def _text(session: Session, prompt: Prompt | None) -> Result:
+def _generate_text(session: Session, prompt: Prompt | None) -> Result:
     """Generate, and show the text as it comes or at the end (not at all with --json)."""
     args, out = session.args, session.out
     stream = session.engine.stream(prompt, session.options)
@@ -155,7 +157,7 @@ def _text(session: Session, prompt: Prompt | None) -> Result:
     return stream.result
 
 
-def _beams(session: Session, prompt: Prompt | None) -> None:
+def _run_beams(session: Session, prompt: Prompt | None) -> None:
     engine, args, options = session.engine, session.args, session.options
     assert not isinstance(options.gamma, str), "refused with the other options"
     engine.request(prompt, options)  # refuses what any request would be refused for
@@ -173,15 +175,15 @@ def _beams(session: Session, prompt: Prompt | None) -> None:
     session.show_engine()
 
 
-def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Options]]) -> None:
+def _run_batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Options]]) -> None:
     engine, args, err = session.engine, session.args, session.err
-    asked = []
+    prepared = []
     for number, prompt, options in requests:
         try:
-            asked.append(engine.request(prompt, options))
+            prepared.append(engine.request(prompt, options))
         except OutriderError as error:
-            raise at_line(args, number, error) from None
-    refuse_unread(args, {request.draft for request in asked if request.gamma})
+            raise error_at_line(args, number, error) from None
+    refuse_unread(args, {request.draft for request in prepared if request.gamma})
     all_options = [options for _, _, options in requests]
     err.lines(report.notes(all_options))
     begin = time.perf_counter()
@@ -201,7 +203,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
     whole = [results[index] for index in range(len(requests))]
     total = Stats.total(result.stats for result in whole)
     if args.stats != "none":
-        gamma = _gamma_text(all_options, [request.gamma for request in asked], total)
+        gamma = _gamma_text(all_options, [request.gamma for request in prepared], total)
         err.lines(report.batch_summary(whole, seconds, gamma))
     if args.stats == "detailed":
         err.lines(report.detailed(total))
@@ -209,7 +211,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
     failed = [(number, r.error) for (number, *_), r in zip(requests, whole, strict=True) if r.error]
     if failed:
         more = f" (and {len(failed) - 1} more lines)" if len(failed) > 1 else ""
-        raise at_line(args, *failed[0], more)
+        raise error_at_line(args, *failed[0], more)
 
 
 def _gamma_text(options: Collection[Options], gammas: Collection[int], stats: Stats) -> str:

@@ -15,7 +15,7 @@ from typing import TextIO
 from ..files.errors import OutriderError, discard
 from ..text.engine import TextEngine
 from ..text.options import Options
-from ..text.pace import Smooth
+from ..text.pace import SmoothWriter
 from ..text.stream import Stream
 from . import report
 
@@ -28,7 +28,7 @@ class Output:
 
     def __init__(self, stream: TextIO | None, name: str):
         self._stream, self._name = stream, name
-        self.terminal = stream is not None and stream.isatty()
+        self.is_terminal = stream is not None and stream.isatty()
 
     def write(self, text: str) -> None:
         if self._stream is None:
@@ -70,7 +70,7 @@ class Session:
         with ExitStack() as stack:
             smooth = None
             if self.args.pace == "smooth":
-                smooth = stack.enter_context(Smooth(self.out.write))
+                smooth = stack.enter_context(SmoothWriter(self.out.write))
             for event in stream:
                 pieces = [report.color(*p) if self.args.color else p[0] for p in event.pieces]
                 if smooth is not None:
@@ -122,7 +122,7 @@ class Progress:
 
     def show(self, done: int, speed: float) -> None:
         now = time.perf_counter()
-        if self._err.terminal and now - self._shown > 0.1:
+        if self._err.is_terminal and now - self._shown > 0.1:
             self._shown = now
             self._err.write(f"\r{done}/{self._count} done, {speed:.1f} tok/s\x1b[K")
 

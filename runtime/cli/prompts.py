@@ -13,12 +13,12 @@ from ..files.progress import size_text
 from ..text.options import Options, Prompt
 from .arguments import seeded
 
-LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # most bytes read; /dev/zero has no end
+MAX_FILE_BYTES, MAX_BATCH_BYTES = 16 << 20, 256 << 20  # most bytes read; /dev/zero has no end
 
 
 def source_from(args: Namespace) -> str | None:
     """The text of --source or --source-file; None without either. Raises "prompt"."""
-    return _text(args.source, args.source_file)
+    return _text_from(args.source, args.source_file)
 
 
 def prompt_from(args: Namespace) -> Prompt | None:
@@ -28,11 +28,11 @@ def prompt_from(args: Namespace) -> Prompt | None:
     """
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
-        return _messages(_json(text, name), args.system, name)
-    return _text(args.prompt, args.prompt_file)
+        return _check_messages(_parse_json(text, name), args.system, name)
+    return _text_from(args.prompt, args.prompt_file)
 
 
-def _text(given: str | None, file: str | None) -> str | None:
+def _text_from(given: str | None, file: str | None) -> str | None:
     if file is None and given != "-":
         return given
     return _read(file or "-").removesuffix("\n").removesuffix("\r")
@@ -45,27 +45,29 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt 
     """
     requests = []
     # Not splitlines: JSON strings may hold other line separators, such as U+2028.
-    for number, line in enumerate(_read(args.batch, LARGEST_BATCH).split("\n"), start=1):
+    for number, line in enumerate(_read(args.batch, MAX_BATCH_BYTES).split("\n"), start=1):
         if line.strip():
-            where = _line_of(args, number)
+            where = _line_name(args, number)
             try:
-                prompt, changed = _request(_json(line, where), options, where)
+                prompt, changed = _parse_request(_parse_json(line, where), options, where)
             except OutriderError as error:
-                raise at_line(args, number, error) from None
+                raise error_at_line(args, number, error) from None
             requests.append((number, prompt, seeded(changed)))
     if not requests:
         raise OutriderError("prompt", f"{source_name(args.batch)} has no requests", _BATCH_REMEDY)
     return requests
 
 
-def at_line(args: Namespace, number: int, error: OutriderError, more: str = "") -> OutriderError:
+def error_at_line(
+    args: Namespace, number: int, error: OutriderError, more: str = ""
+) -> OutriderError:
     """The error with its --batch line in the cause. more: text to insert after the line number."""
-    where = _line_of(args, number)
+    where = _line_name(args, number)
     cause = error.cause if where in error.cause else f"{where}{more}: {error.cause}"
     return OutriderError(error.kind, cause, error.remedy)
 
 
-def _line_of(args: Namespace, number: int) -> str:
+def _line_name(args: Namespace, number: int) -> str:
     return f"line {number} of {source_name(args.batch)}"
 
 
@@ -75,7 +77,7 @@ _BATCH_REMEDY = (
 )
 
 
-def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Options]:
+def _parse_request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Options]:
     if not isinstance(body, dict):
         raise OutriderError("prompt", f"{where} is not a JSON object", _BATCH_REMEDY)
     needed = options.source is None and body.get("source") is None
@@ -88,7 +90,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
         if changed.chat is False:
             cause = "messages need the chat template"
             raise OutriderError("option", cause, "Leave --no-chat-template out.")
-        return _messages(body["messages"], changed.system, where), changed
+        return _check_messages(body["messages"], changed.system, where), changed
     if "prompt" not in body:
         return None, changed
     prompt = body["prompt"]
@@ -99,7 +101,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
     return prompt, changed
 
 
-def _messages(value: Any, system: str | None, where: str) -> list[Mapping[str, Any]]:
+def _check_messages(value: Any, system: str | None, where: str) -> list[Mapping[str, Any]]:
     remedy = 'Messages are a JSON list: [{"role": "user", "content": "..."}].'
     if not isinstance(value, list) or not value:
         raise OutriderError("prompt", f"{where} has no list of messages", remedy)
@@ -112,7 +114,7 @@ def _messages(value: Any, system: str | None, where: str) -> list[Mapping[str, A
     return value
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -125,20 +127,21 @@ def source_name(source: str) -> str:
     return "standard input" if source == "-" else source
 
 
-def _read(source: str, largest: int = LARGEST) -> str:
-    """The text of a file, or of standard input for "-". largest: in bytes. Raises "prompt"."""
+def _read(source: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The text of a file, or of standard input for "-". Raises "prompt", also for more
+    than max_bytes."""
     remedy = "Give a readable UTF-8 text file, or - for standard input."
     name = source_name(source)
     try:
         if source != "-":
             with open(source, "rb") as file:
-                content = file.read(largest + 1)
+                content = file.read(max_bytes + 1)
         elif sys.stdin is None:
             raise OutriderError("prompt", "standard input is closed", remedy)
         else:
-            content = sys.stdin.buffer.read(largest + 1)
-        if len(content) > largest:
-            cause = f"{name} is larger than {size_text(largest)}"
+            content = sys.stdin.buffer.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            cause = f"{name} is larger than {size_text(max_bytes)}"
             raise OutriderError("prompt", cause, "Give a shorter one; no context is that long.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -147,19 +147,19 @@ def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, A
 
     same: whether the two texts should be equal; otherwise they are two independent draws.
     """
-    theirs = plain.stats.tokens_per_second
+    plain_speed = plain.stats.tokens_per_second
     return {
-        "tokens_per_second": round(theirs, 3),
+        "tokens_per_second": round(plain_speed, 3),
         "output_tokens": plain.stats.output_tokens,
-        "speedup": round(result.stats.tokens_per_second / theirs, 4) if theirs else None,
+        "speedup": round(result.stats.tokens_per_second / plain_speed, 4) if plain_speed else None,
         **({"same_tokens": result.token_ids == plain.token_ids} if same else {}),
     }
 
 
 def baseline(result: Result, plain: Result, *, same: bool) -> str:
     """The baseline line. same: see `baseline_object`."""
-    ours, theirs = result.stats.tokens_per_second, plain.stats.tokens_per_second
-    line = f"baseline {theirs:.1f} tok/s -> {ours / theirs if theirs else 0.0:.2f}x"
+    speed, plain_speed = result.stats.tokens_per_second, plain.stats.tokens_per_second
+    line = f"baseline {plain_speed:.1f} tok/s -> {speed / plain_speed if plain_speed else 0.0:.2f}x"
     if not same:
         return f"{line} | output {plain.stats.output_tokens} tok"
     if result.token_ids == plain.token_ids:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..backends.engine import Ids, Logits
-from ..calls import feed, readable, slot_sampling, span
+from ..calls import forward_slots, replace_unknown_ids, slot_range, slot_sampling
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
-from .draft import Draft, Sources, temper
+from .draft import Draft, Sources, apply_draft_temperature
 from .lookup import NgramDraft
 
 
@@ -49,8 +49,8 @@ class ChainDraft(Draft):
         engine = self.sources.engine
         assert engine is not None
         # A recurrent state has few rows, and none for the padding to the widest guess of others.
-        together = len(wanted) if engine.cached_rows.states is None else 1
-        while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:together]:
+        batch_limit = len(wanted) if engine.cached_rows.states is None else 1
+        while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:batch_limit]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
             ]
@@ -67,9 +67,9 @@ class ChainDraft(Draft):
         """Draft with lookups, verify with the draft model, then accept, correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
         assert engine is not None and inner is not None
-        within = first, last = span(active)
+        bounds = first, last = slot_range(active)
         # A sequence with enough drafts sits out this call, behind the rows that its drafts wrote.
-        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+        inputs: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
             x: (len(x.slot.tokens) - 1 + len(drafts), [])
             for x, drafts in tokens.items()
             if first <= x.slot.index < last
@@ -77,10 +77,12 @@ class ChainDraft(Draft):
         for sequence, guess in zip(active, guesses, strict=True):
             known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in `ModelDraft.step`
             start = len(sequence.slot.tokens) + len(known) - 4
-            fed[sequence] = start, readable(engine, [*known[-2:], *guess])
-        logits = feed(engine, self.sources.slots.draft_lengths, within, fed, since=1)
+            inputs[sequence] = start, replace_unknown_ids(engine, [*known[-2:], *guess])
+        logits = forward_slots(
+            engine, self.sources.slots.draft_lengths, bounds, inputs, logits_from=1
+        )
         for sequence in active:
-            temper(logits[sequence.slot.index - first], sequence)
+            apply_draft_temperature(logits[sequence.slot.index - first], sequence)
         inner.begin([
             slot_sampling(sequence, len(guess), tokens[sequence], seeds[sequence])
             for sequence, guess in zip(active, guesses, strict=True)
@@ -88,11 +90,11 @@ class ChainDraft(Draft):
         inner.set_drafts(guesses)
         verdicts = inner.verify(logits, first_slot=first)
         for sequence, guess, verdict in zip(active, guesses, verdicts, strict=True):
-            mine, slot = tokens[sequence], sequence.slot.index
+            drafted, slot = tokens[sequence], sequence.slot.index
             drawn = [*guess[: verdict.accepted], verdict.token]
             rows = logits[slot - first, : len(drawn), : self.sources.width]
-            self._rows[len(mine) : len(mine) + len(drawn), slot] = rows
-            mine += drawn
+            self._rows[len(drafted) : len(drafted) + len(drawn), slot] = rows
+            drafted += drawn
 
 
 def _seed(sequence: ActiveSequence) -> int | None:

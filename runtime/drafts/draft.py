@@ -65,7 +65,7 @@ class Draft:
         self.sources = sources
 
     @classmethod
-    def there(cls, sources: Sources) -> bool:
+    def is_available(cls, sources: Sources) -> bool:
         return all(getattr(sources, name) is not None for name in cls.needs)
 
     @classmethod
@@ -106,7 +106,7 @@ class GuessedDraft(Draft, ABC):
         return found[: first_forbidden(sequence, found, self.sources.width, len(drafts))]
 
 
-def scale(sequence: ActiveSequence) -> float:
+def temperature_factor(sequence: ActiveSequence) -> float:
     """The factor for logits that makes division by the target's temperature amount to division by
     the draft's: q then has the filters and penalties of p, at its own temperature."""
     request = sequence.request
@@ -114,6 +114,6 @@ def scale(sequence: ActiveSequence) -> float:
     return 1.0 if own is None else request.params.temperature / own
 
 
-def temper(rows: npt.NDArray[np.float32], sequence: ActiveSequence) -> None:
-    if (factor := scale(sequence)) != 1:
+def apply_draft_temperature(rows: npt.NDArray[np.float32], sequence: ActiveSequence) -> None:
+    if (factor := temperature_factor(sequence)) != 1:
         rows *= np.float32(factor)

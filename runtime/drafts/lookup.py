@@ -16,7 +16,7 @@ from ..backends.engine import source_ids
 from ..sequence import ActiveSequence
 from .draft import GuessedDraft, Sources
 
-LONGEST = 4  # longest n-gram compared; a longer repetition is found after its first 4 tokens
+MAX_NGRAM = 4  # longest n-gram compared; a longer repetition is found after its first 4 tokens
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that products lose nothing but the carry
 
 
@@ -33,17 +33,17 @@ class NgramDraft(GuessedDraft):
         super().__init__(sources)
         self._lookups: dict[ActiveSequence, Lookup] = {}
 
-    def known(self, sequence: ActiveSequence) -> Sequence[int]:
-        """The tokens to search: `sequence.seen`, or the beginning of it."""
-        return sequence.seen
+    def searched_tokens(self, sequence: ActiveSequence) -> Sequence[int]:
+        """The tokens to search: `sequence.copyable_tokens`, or the beginning of it."""
+        return sequence.copyable_tokens
 
     def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
         lookup = self._lookups.get(sequence)
         if lookup is None:
             self._lookups[sequence] = lookup = Lookup(corpus=self.sources.corpus)
-        known = self.known(sequence)
-        lookup.read(known)
-        return lookup.propose(count, [*sequence.seen[len(known) :], *drafts])
+        searched_tokens = self.searched_tokens(sequence)
+        lookup.update(searched_tokens)
+        return lookup.propose(count, [*sequence.copyable_tokens[len(searched_tokens) :], *drafts])
 
     def forget(self, sequence: ActiveSequence) -> None:
         self._lookups.pop(sequence, None)
@@ -52,7 +52,7 @@ class NgramDraft(GuessedDraft):
 class CopyDraft(NgramDraft):
     help = "the same, but in source and prompt only"
 
-    def known(self, sequence: ActiveSequence) -> Sequence[int]:
+    def searched_tokens(self, sequence: ActiveSequence) -> Sequence[int]:
         request = sequence.request
         source = source_ids(request.source)
         return [*source, *request.prompt] if source else request.prompt
@@ -64,13 +64,13 @@ class Lookup:
     corpus: a second text to search, for n-grams longer than those found in the text itself.
     """
 
-    def __init__(self, longest: int = LONGEST, corpus: Corpus | None = None):
+    def __init__(self, longest: int = MAX_NGRAM, corpus: Corpus | None = None):
         self._tokens: list[int] = []
         # By n-gram, the position after its last occurrence.
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         self._corpus = corpus
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def update(self, tokens: Sequence[int]) -> None:
         """Add the new tokens of the text. tokens: the whole text, including those read before."""
         own = self._tokens
         for token in tokens[len(own) :]:
@@ -107,7 +107,7 @@ class Corpus:
     tokens: int [N].
     """
 
-    def __init__(self, tokens: Sequence[int], longest: int = LONGEST):
+    def __init__(self, tokens: Sequence[int], longest: int = MAX_NGRAM):
         self._tokens = np.array(tokens, np.int32)
         self._keys: list[npt.NDArray[np.uint64]] = []
         self._ends: list[npt.NDArray[np.int32]] = []  # position after the last occurrence of each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends.engine import Ids, Logits
-from ..calls import feed, readable
+from ..calls import forward_slots, replace_unknown_ids
 from ..sequence import ActiveSequence
 from .draft import Draft
 
@@ -33,7 +33,7 @@ class ModelDraft(Draft):
         """
         engine, lengths = self.sources.engine, self.sources.slots.draft_lengths
         assert engine is not None
-        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+        inputs: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
             sequence: (len(sequence.slot.tokens) - 1 + count, [])
             for sequence, count in ahead.items()
         }
@@ -42,10 +42,10 @@ class ModelDraft(Draft):
             # The first step reads two tokens: after a fully accepted round the draft lacks a row
             # (Slot.commit). Past its own gamma a sequence repeats its last draft, whose row is
             # never committed.
-            fed[sequence] = (
-                (len(text) - 1 + len(drafts), readable(engine, drafts[-1:]))
+            inputs[sequence] = (
+                (len(text) - 1 + len(drafts), replace_unknown_ids(engine, drafts[-1:]))
                 if step
-                else (len(text) - 2, readable(engine, text[-2:]))
+                else (len(text) - 2, replace_unknown_ids(engine, text[-2:]))
             )
-        since = 0 if step else 1
-        return feed(engine, lengths, (first, last), fed, since, buffer=step)[:, 0]
+        logits_from = 0 if step else 1
+        return forward_slots(engine, lengths, (first, last), inputs, logits_from, buffer=step)[:, 0]

@@ -13,12 +13,12 @@ from operator import index
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import first_forbidden, prefill, slot_sampling, span
-from ..files.errors import blaming
+from ..calls import first_forbidden, prefill, slot_range, slot_sampling
+from ..files.errors import attribute_errors_to
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import confidence
 from ..sequence import ActiveSequence
-from .draft import Draft, Sources, scale, temper
+from .draft import Draft, Sources, apply_draft_temperature, temperature_factor
 from .model import ModelDraft
 from .registry import KINDS
 
@@ -44,39 +44,39 @@ class Proposer:
     def __init__(self, sources: Sources, sampler: Sampler):
         self.sources, self._sampler = sources, sampler
         self._drafts: dict[str, Draft] = {}  # those requested so far
-        self._own: Logits = np.empty((0, 0, 0), np.float32)  # see `_buffer`
+        self._rows: Logits = np.empty((0, 0, 0), np.float32)  # see `_buffer`
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of draft that a request may use."""
-        return frozenset(name for name, kind in KINDS.items() if kind.there(self.sources))
+        return frozenset(name for name, kind in KINDS.items() if kind.is_available(self.sources))
 
     def forget(self, sequence: ActiveSequence) -> None:
         if draft := self._drafts.get(sequence.request.draft):
             draft.forget(sequence)
 
-    def lacking(self, gammas: Gammas) -> list[ActiveSequence]:
+    def sequences_behind(self, gammas: Gammas) -> list[ActiveSequence]:
         """The sequences whose source, or some of whose text, the draft model has yet to read."""
         return [
             sequence
             for sequence, gamma in gammas.items()
             if gamma
-            and self._of(sequence).reads_model
-            and (sequence.slot.draft_lacks or not self._has_source(sequence))
+            and self._draft_of(sequence).reads_model
+            and (sequence.slot.draft_unread or not self._has_source(sequence))
         ]
 
     def _has_source(self, sequence: ActiveSequence) -> bool:
         source, engine = sequence.request.source, self.sources.engine
         return engine is None or engine.cached_rows.has_source(sequence.slot.index, source)
 
-    def read(self, sequence: ActiveSequence) -> None:
+    def catch_up(self, sequence: ActiveSequence) -> None:
         """Let the draft model read what it lacks: source and prompt at first, later the tokens of
         plain rounds."""
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
         engine.encode(slot.index, sequence.request.source)
-        if slot.draft_lacks:
-            need = slot.draft_len + slot.draft_lacks
+        if slot.draft_unread:
+            need = slot.draft_len + slot.draft_unread
             # An interrupted read may have overwritten the rows that this one would start from.
             start = engine.cached_rows.resume_position(slot.index, slot.draft_len)
             prefill(engine, slot.index, slot.tokens[:need], start)
@@ -85,59 +85,59 @@ class Proposer:
     def propose(self, gammas: Gammas) -> Drafted:
         """Draft for these sequences, at most gamma tokens each."""
         drafted = Drafted(dict(gammas), {sequence: [] for sequence in gammas})
-        self._at_once(drafted)
+        self._propose_at_once(drafted)
         gammas = drafted.gammas
-        drafts = {sequence: self._of(sequence) for sequence, gamma in gammas.items() if gamma}
+        drafts = {sequence: self._draft_of(sequence) for sequence, gamma in gammas.items() if gamma}
         self._sampler.begin([slot_sampling(sequence, gamma) for sequence, gamma in gammas.items()])
         with_rows = [draft for draft in drafts.values() if not draft.point_masses]
         if with_rows:
-            self._steps(drafts, drafted)
+            self._draft_stepwise(drafts, drafted)
         if not with_rows or any(draft.at_once for draft in with_rows):
-            self._sampler.set_drafts(list(drafted.tokens.values()), span(drafts or gammas)[0])
+            self._sampler.set_drafts(list(drafted.tokens.values()), slot_range(drafts or gammas)[0])
         return drafted
 
-    def _of(self, sequence: ActiveSequence) -> Draft:
+    def _draft_of(self, sequence: ActiveSequence) -> Draft:
         name = sequence.request.draft
         draft = self._drafts.get(name)
         if draft is None:
             self._drafts[name] = draft = KINDS[name](self.sources)
         return draft
 
-    def _blaming(self, sequence: ActiveSequence) -> AbstractContextManager[None]:
-        return blaming(f"draft={sequence.request.draft}")
+    def _attribute_errors(self, sequence: ActiveSequence) -> AbstractContextManager[None]:
+        return attribute_errors_to(f"draft={sequence.request.draft}")
 
-    def _at_once(self, drafted: Drafted) -> None:
+    def _propose_at_once(self, drafted: Drafted) -> None:
         """Get all tokens of the drafts that are `at_once`; gamma becomes the number of tokens."""
-        asked = [(x, self._of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
+        requested = [(x, self._draft_of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
         by_draft: dict[Draft, Gammas] = {}
-        for sequence, draft, gamma in asked:
+        for sequence, draft, gamma in requested:
             if draft.at_once:
                 by_draft.setdefault(draft, {})[sequence] = gamma
         for draft, wanted in by_draft.items():
-            with self._blaming(next(iter(wanted))):
+            with self._attribute_errors(next(iter(wanted))):
                 found = {x: [*map(index, tokens)] for x, tokens in draft.propose(wanted).items()}
             for sequence, proposed in found.items():
                 tokens = proposed[: wanted[sequence]]
                 tokens = tokens[: first_forbidden(sequence, tokens, self.sources.width)]
                 drafted.gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 
-    def _steps(self, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
+    def _draft_stepwise(self, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
         """Draw x1..x(gamma) of each sequence from q; for tokens already proposed, only the rows."""
-        first, last = span(drafts)
+        first, last = slot_range(drafts)
         gammas, tokens = drafted.gammas, drafted.tokens
         drafting = [x for x, draft in drafts.items() if isinstance(draft, ModelDraft)]
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
         # All rows of a round must be in one buffer: the engine's only if it drafts for all.
-        own = self._buffer(max(gammas.values())) if len(drafting) < len(drafts) else None
+        own_rows = self._buffer(max(gammas.values())) if len(drafting) < len(drafts) else None
         step = 0
         while step < max(gammas.values()):
-            if own is not None:
-                logits = own[step, first:last]
+            if own_rows is not None:
+                logits = own_rows[step, first:last]
             if isinstance(model, ModelDraft) and any(step < gammas[x] for x in drafting):
                 found = model.step(drafting, ahead, tokens, step, first, last)
-                if own is None:
+                if own_rows is None:
                     logits = found
                 else:
                     logits[:] = found[:, : logits.shape[1]]
@@ -145,12 +145,12 @@ class Proposer:
             for sequence, draft in drafts.items():
                 if step < gammas[sequence]:
                     row = logits[sequence.slot.index - first]
-                    self._fill(row, sequence, draft, tokens[sequence], step)
+                    self._fill_row(row, sequence, draft, tokens[sequence], step)
             if draws:
-                self._draw(draws, drafted, step, first)
+                self._draw_tokens(draws, drafted, step, first)
             step += 1
 
-    def _fill(
+    def _fill_row(
         self, row: Logits, sequence: ActiveSequence, draft: Draft, tokens: list[int], step: int
     ) -> None:
         """Fill a row [V] with the logits that this sequence's token of the step is drawn from."""
@@ -160,12 +160,14 @@ class Proposer:
             return
         if not isinstance(draft, ModelDraft):
             width = self.sources.width
-            with self._blaming(sequence):
+            with self._attribute_errors(sequence):
                 row[:width] = draft.row(sequence, tokens[:step])[:width]
         if not draft.at_once:
-            temper(row, sequence)
+            apply_draft_temperature(row, sequence)
 
-    def _draw(self, draws: set[ActiveSequence], drafted: Drafted, step: int, first: int) -> None:
+    def _draw_tokens(
+        self, draws: set[ActiveSequence], drafted: Drafted, step: int, first: int
+    ) -> None:
         """Draw a token for each sequence in `draws`; stop the drafting of a sequence after a token
         below its draft threshold."""
         gammas, logits = drafted.gammas, drafted.logits[step]
@@ -177,13 +179,13 @@ class Proposer:
             threshold = sequence.request.draft_threshold
             if threshold and step + 1 < gammas[sequence]:
                 row = logits[sequence.slot.index - first, : self.sources.width]
-                if confidence(row, token, scale(sequence)) < threshold:
+                if confidence(row, token, temperature_factor(sequence)) < threshold:
                     gammas[sequence] = step + 1
                     self._sampler.reduce_gamma(b, step + 1)
 
     def _buffer(self, gamma: int) -> Logits:
         """A buffer [gamma or more, S, V] for rows that are not in an engine's buffer."""
-        if len(self._own) < gamma:
+        if len(self._rows) < gamma:
             shape = gamma, len(self.sources.slots), self.sources.width
-            self._own = np.zeros(shape, np.float32)
-        return self._own
+            self._rows = np.zeros(shape, np.float32)
+        return self._rows

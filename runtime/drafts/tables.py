@@ -72,7 +72,7 @@ class RandomDraft(Draft):
         return np.broadcast_to(np.float32(0), self.sources.width)
 
 
-def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
+def _find_damage(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
     """Which arrays do not have the form that `Tables` documents; None if all do."""
     if unigram.dtype != np.float32 or unigram.ndim != 1 or not unigram.size:
         return "unigrams"
@@ -92,7 +92,7 @@ def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
     return None
 
 
-def _narrowed(pairs: Pairs, width: int) -> Pairs:
+def _narrow_pairs(pairs: Pairs, width: int) -> Pairs:
     """The pairs whose second token is below `width`."""
     offsets, tokens, counts = pairs
     keep = tokens < width
@@ -100,7 +100,7 @@ def _narrowed(pairs: Pairs, width: int) -> Pairs:
     return before[offsets], tokens[keep], counts[keep]
 
 
-def _names(distance: int) -> list[str]:
+def _array_names(distance: int) -> list[str]:
     """The names of a distance's arrays in the file."""
     return [f"{what}_{distance}" for what in ("offsets", "tokens", "counts")]
 
@@ -123,10 +123,10 @@ class Tables:
         pairs = []
         for distance in range(1, distances + 1):
             both = text[:-distance].astype(np.int64) * vocab_size + text[distance:]
-            found, often = np.unique(both, return_counts=True)
+            found, occurrences = np.unique(both, return_counts=True)
             offsets = np.searchsorted(found, np.arange(vocab_size + 1, dtype=np.int64) * vocab_size)
             tokens = (found % vocab_size).astype(np.int32)
-            pairs.append((offsets.astype(np.int64), tokens, often.astype(np.int32)))
+            pairs.append((offsets.astype(np.int64), tokens, occurrences.astype(np.int32)))
         return cls(np.log(counts / counts.sum()).astype(np.float32), pairs)
 
     def after(self, token: int, distance: int) -> Logits:
@@ -149,7 +149,7 @@ class Tables:
         arrays = {"version": np.array(VERSION), "tokenizer": np.array(self.tokenizer),
                   "unigram": self.unigram}  # fmt: skip
         for distance, pair in enumerate(self.pairs, start=1):
-            arrays |= dict(zip(_names(distance), pair, strict=True))
+            arrays |= dict(zip(_array_names(distance), pair, strict=True))
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
@@ -165,7 +165,7 @@ class Tables:
                 tokenizer, unigram = str(file["tokenizer"]), file["unigram"]
                 pairs: list[Pairs] = []
                 while version == VERSION and f"offsets_{len(pairs) + 1}" in file:
-                    pairs.append(tuple(file[name] for name in _names(len(pairs) + 1)))
+                    pairs.append(tuple(file[name] for name in _array_names(len(pairs) + 1)))
         except OSError as error:
             cause = error.strerror or "it is not a table"
             raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None
@@ -179,12 +179,13 @@ class Tables:
                 "Create it with --tokenizer <the bundle>/tokenizer: see python -m export.ngram "
                 "--help.",
             )  # fmt: skip
-        if (odd := _odd(unigram, pairs) if pairs else "pairs") is not None:
-            raise OutriderError("option", f"{path} is not a table: its {odd} are damaged", _REMEDY)
+        if (damaged := _find_damage(unigram, pairs) if pairs else "pairs") is not None:
+            cause = f"{path} is not a table: its {damaged} are damaged"
+            raise OutriderError("option", cause, _REMEDY)
         # A model may have more rows than its tokenizer has ids; they get the lowest probability.
         width = min(len(unigram), vocab_size)
         padded = np.full(vocab_size, unigram.min(), np.float32)
         padded[:width] = unigram[:width]
         if width < len(unigram):  # or fewer rows: then the missing ids are never drafted
-            pairs = [_narrowed(pair, vocab_size) for pair in pairs]
+            pairs = [_narrow_pairs(pair, vocab_size) for pair in pairs]
         return cls(padded, pairs, tokenizer)

@@ -32,7 +32,7 @@ EXIT_STATUS = {
     "busy": 14,  # all slots are in use
 }
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-OF_ONE = ("prompt", "option", "numeric")  # kinds that a single request may cause
+PER_REQUEST_KINDS = ("prompt", "option", "numeric")  # kinds that a single request may cause
 
 
 class OutriderError(Exception):
@@ -83,19 +83,19 @@ class CommandParser(ArgumentParser):
     """An ArgumentParser that raises its errors as OutriderError, with a remedy. The description and
     epilog of --help are not rewrapped."""
 
-    _given: Sequence[str] = ()
+    _arguments: Sequence[str] = ()
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=RawDescriptionHelpFormatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else args
+        self._arguments = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         remedy = f"See {self.prog} --help."
         option = message.removeprefix("argument ").partition(":")[0]
-        pairs = zip(self._given, self._given[1:], strict=False)
+        pairs = zip(self._arguments, self._arguments[1:], strict=False)
         dashed = [b for a, b in pairs if a in option.split("/") and b.startswith("-")]
         if "expected one argument" in message and dashed:  # argparse takes it for an option
             remedy = f"Write a value that begins with - as {option}={dashed[0]}."
@@ -112,7 +112,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
+def attribute_errors_to(what: str) -> Iterator[None]:
     """Turn errors of a host application's own code into OutriderError "option". what: the code that
     is to blame."""
     try:
@@ -124,7 +124,7 @@ def blaming(what: str) -> Iterator[None]:
         raise OutriderError("option", cause, "Fix it, or leave that option out.") from error
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a third-party library ran out of memory, for which they have no exception class."""
     words = ("bad_alloc", "allocate", "out of memory", "failed to map segment")
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
@@ -142,20 +142,20 @@ class _Interrupts:
     interrupt into an ImportError, or print it and continue.
     """
 
-    held, waiting = False, 0  # waiting: the number of a signal that arrived while held
+    held, pending = False, 0  # pending: the number of a signal that arrived while held
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self.held, self.waiting = False, 0
-        signal.signal(signal.SIGTERM, self._arrived)
+        self.held, self.pending = False, 0
+        signal.signal(signal.SIGTERM, self._handle_signal)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-            signal.signal(signal.SIGINT, self._arrived)
+            signal.signal(signal.SIGINT, self._handle_signal)
 
-    def _arrived(self, number: int, _: object) -> None:
+    def _handle_signal(self, number: int, _: object) -> None:
         if not self.held:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-        self.waiting = number
+        self.pending = number
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -164,13 +164,13 @@ class _Interrupts:
             yield
         finally:
             self.held = before
-            if self.waiting and not before:
-                number, self.waiting = self.waiting, 0
-                self._arrived(number, None)
+            if self.pending and not before:
+                number, self.pending = self.pending, 0
+                self._handle_signal(number, None)
 
 
 _interrupts = _Interrupts()
-interrupts_wait = _interrupts.hold  # used around imports; has an effect only in a command
+defer_interrupts = _interrupts.hold  # used around imports; has an effect only in a command
 
 
 @contextmanager
@@ -182,13 +182,13 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
     """
     name = name or library
     try:
-        with interrupts_wait():
+        with defer_interrupts():
             yield
     except ImportError as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{library}.".startswith(f"{missing}."):
             raise OutriderError("backend", f"{name} is not installed", remedy) from None
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise MemoryError from None
         cause = f"{name} is installed but cannot be imported: {first_line(error)}"
         raise OutriderError("backend", cause, "Reinstall it, or use another backend.") from None
@@ -197,10 +197,10 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
 def run_command(command: Callable[[], int]) -> int:
     """Run a command and return its exit status; every foreseeable failure prints one line."""
     try:
-        return _flushed(_run(command))
+        return _flush_stdout(_run(command))
     except SystemExit as ended:  # argparse's, after --help, --version or a mistake
         status = ended.code if isinstance(ended.code, int) else 0
-        raise SystemExit(_flushed(status) or ended.code) from None
+        raise SystemExit(_flush_stdout(status) or ended.code) from None
 
 
 def _run(command: Callable[[], int]) -> int:
@@ -208,10 +208,10 @@ def _run(command: Callable[[], int]) -> int:
         _interrupts.install()
         return command()
     except OutriderError as error:
-        show_origin(error)
+        print_tracebacks(error)
         failure = error
     except (KeyboardInterrupt, Terminated) as stopped:
-        _say("\ninterrupted")
+        _print_stderr("\ninterrupted")
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
         discard(sys.stdout)  # its reader has exited (`| head`)
@@ -221,20 +221,22 @@ def _run(command: Callable[[], int]) -> int:
             "memory", "not enough memory", "Use a smaller checkpoint, MAX_LEN or SLOTS."
         )
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in _DISK_REMEDIES:
             raise
         name = error.filename2 or error.filename
         where = f" ({name})" if name else ""
-        failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
-    return _told(failure)
+        failure = OutriderError("disk", f"{error.strerror}{where}", _DISK_REMEDIES[error.errno])
+    return _report_failure(failure)
 
 
-def _told(failure: OutriderError) -> int:
-    _say("error: " + " ".join(str(failure).splitlines()))  # file names may contain newlines
+def _report_failure(failure: OutriderError) -> int:
+    _print_stderr(
+        "error: " + " ".join(str(failure).splitlines())
+    )  # file names may contain newlines
     return failure.exit_status
 
 
-def _flushed(status: int) -> int:
+def _flush_stdout(status: int) -> int:
     """Flush stdout and return the status, or that of "disk" instead of 0 if the disk is full. If
     the interpreter did it on exit, it would print two lines of its own and exit with 120."""
     try:
@@ -245,7 +247,9 @@ def _flushed(status: int) -> int:
     except OSError as error:
         discard(sys.stdout)
         if not status:
-            return _told(OutriderError("disk", f"stdout: {error.strerror}", "Free some space."))
+            return _report_failure(
+                OutriderError("disk", f"stdout: {error.strerror}", "Free some space.")
+            )
     except (ValueError, AttributeError):
         pass  # closed, or without a buffer
     return status
@@ -258,7 +262,7 @@ def discard(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def show_origin(error: BaseException, *, always: bool = False) -> None:
+def print_tracebacks(error: BaseException, *, always: bool = False) -> None:
     """Print the tracebacks of an error and of those that led to it, oldest first, including those
     that `from None` hides. always: also if OUTRIDER_TRACEBACK is not set."""
     if not always and not os.environ.get("OUTRIDER_TRACEBACK"):
@@ -271,15 +275,15 @@ def show_origin(error: BaseException, *, always: bool = False) -> None:
         led_to.append(found)
         found = found.__cause__ or found.__context__
     for each in reversed(led_to):
-        _say("".join(traceback.format_exception(each, chain=False)))
+        _print_stderr("".join(traceback.format_exception(each, chain=False)))
 
 
-def _say(line: str) -> None:
+def _print_stderr(line: str) -> None:
     if sys.stderr is not None:  # closed (`2>&-`), print would fall back to stdout
         print(line, file=sys.stderr)
 
 
-_DISK = {
+_DISK_REMEDIES = {
     errno.ENOSPC: "Free some space, or write to another disk.",
     errno.EDQUOT: "Free some of your quota, or write to another disk.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or write to another disk.",

@@ -34,14 +34,14 @@ from .manifest import (
 from .torch_files import ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 # The top-level names in our folders; anything else belongs to somebody else.
-_OURS = {
+_OUR_NAMES = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, PROGRAM_FILE,
     WEIGHTS_FILE, ENCODER_FILE, ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, "target", "draft",
     "tokenizer",
 }  # fmt: skip
 # Errors of file systems that do not support links, or not between these two places.
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
-_CLONE = 0x40049409  # FICLONE of linux/fs.h
+_LINK_UNSUPPORTED = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+_FICLONE = 0x40049409  # FICLONE of linux/fs.h
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     marker: the file that identifies our folders; a folder with other contents is not replaced
     (OutriderError "disk").
     """
-    folder = _through_links(folder)
+    folder = _resolve_links(folder)
     refuse_foreign(folder, marker)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (
@@ -71,7 +71,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _through_links(folder: Path) -> Path:
+def _resolve_links(folder: Path) -> Path:
     """The folder with symbolic links resolved. Raises OSError for a cycle of links, for which
     pathlib raises another error, or none."""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,11 @@ def _recover(path: Path) -> None:
     """Clean up after processes that were killed while they wrote this folder or file."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*-*"):
         what, _, process = leftover.name.removeprefix(f".{path.name}.").partition("-")
-        if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
+        if (
+            what not in ("partial", "replaced")
+            or not process.isdecimal()
+            or _is_running(int(process))
+        ):
             continue
         if what == "replaced" and not path.exists():
             leftover.rename(path)
@@ -93,7 +97,7 @@ def _recover(path: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     """Whether this process may still be writing. Files with our own process number are left over
     from an earlier process: in a container, each may get the same number."""
     if process == os.getpid():
@@ -107,13 +111,13 @@ def _lives(process: int) -> bool:
     return True
 
 
-def check_place(folder: Path, marker: str) -> None:
+def check_writable(folder: Path, marker: str) -> None:
     """Check, before any work, that `write_folder` will be able to write this folder.
 
     Raises OutriderError "disk" for a folder that is not ours, and OSError if nothing can be
     written there.
     """
-    folder = _through_links(folder)
+    folder = _resolve_links(folder)
     refuse_foreign(folder, marker)
     above = folder.parent
     while not above.exists() and above != above.parent:
@@ -132,10 +136,10 @@ def refuse_foreign(folder: Path, marker: str) -> None:
         ours = json.loads((folder / marker).read_text(encoding="utf-8"))["kind"] in KINDS
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         ours = False
-    strangers = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
-    if ours and not strangers:
+    foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
+    if ours and not foreign:
         return
-    why = f"it contains {strangers[0]}" if ours else f"it has no {marker} of Outrider"
+    why = f"it contains {foreign[0]}" if ours else f"it has no {marker} of Outrider"
     raise OutriderError(
         "disk",
         f"{folder} cannot be replaced: {why}",
@@ -145,13 +149,13 @@ def refuse_foreign(folder: Path, marker: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether a file is ours, including one left by a process killed in `replacing`."""
-    return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OURS
+    return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OUR_NAMES
 
 
 # Sharing files
 
 
-def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
+def symlink_or_copy(source: Path, link: Path, *, clone: bool = False) -> None:
     """Make `link` a relative symbolic link to the file `source`, replacing what it was; a copy if
     the file system does not support links. clone: prefer a copy that shares blocks, if the file
     system supports it."""
@@ -160,16 +164,16 @@ def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
         if clone and _clone(source, new):
             return
         try:
-            new.symlink_to(os.path.relpath(_own_path(source), link.parent.resolve()))
+            new.symlink_to(os.path.relpath(_resolve_parent(source), link.parent.resolve()))
         except OSError as error:
-            if error.errno not in _NO_LINK:
+            if error.errno not in _LINK_UNSUPPORTED:
                 raise
             shutil.copyfile(source, new)
 
 
-def take_file(source: Path, destination: Path, old: Path) -> None:
+def place_file(source: Path, destination: Path, old: Path) -> None:
     """Put the file `source` into a folder that is being written, if possible without a second copy
-    on the disk. `settle_file` must be called when the folder has its final name.
+    on the disk. `finalize_file` must be called when the folder has its final name.
 
     old: the folder that the new one replaces. The result is a clone if the file system shares
     blocks; otherwise a hard link, if `source` is a link to a file that the cache or `old` owns;
@@ -179,34 +183,34 @@ def take_file(source: Path, destination: Path, old: Path) -> None:
     if _clone(source, destination):
         return
     real = source.resolve()
-    if _cached(source) == real or real.is_relative_to(old.resolve()):
+    if _cache_file(source) == real or real.is_relative_to(old.resolve()):
         try:
             destination.hardlink_to(real)
             return
         except OSError as error:
-            if error.errno not in _NO_LINK:
+            if error.errno not in _LINK_UNSUPPORTED:
                 raise
     shutil.copyfile(source, destination)
 
 
-def settle_file(source: Path, owner: Path) -> None:
-    """Make `owner`, which `take_file` made from `source`, a file without other hard links, and make
-    the cache point to it. The caller guarantees that both have the same content."""
-    cached = _cached(source)
-    if cached and os.path.lexists(cached):  # not if the cache was cleared
-        _recover(cached)
-        if not (cached.is_symlink() and cached.exists() and cached.samefile(owner)):
-            point_to(owner, cached, clone=True)
+def finalize_file(source: Path, owner: Path) -> None:
+    """Make `owner`, which `place_file` made from `source`, a file without other hard links, and
+    make the cache point to it. The caller guarantees that both have the same content."""
+    cache_file = _cache_file(source)
+    if cache_file and os.path.lexists(cache_file):  # not if the cache was cleared
+        _recover(cache_file)
+        if not (cache_file.is_symlink() and cache_file.exists() and cache_file.samefile(owner)):
+            symlink_or_copy(owner, cache_file, clone=True)
     _recover(owner)
     if owner.stat().st_nlink > 1:  # another build has linked it at the same time
         with replacing(owner) as new:
             shutil.copyfile(owner, new)
 
 
-def _cached(source: Path) -> Path | None:
+def _cache_file(source: Path) -> Path | None:
     """The cache's file that a graphs folder's link points to; itself a link if a bundle owns the
     file."""
-    return _own_path(source.parent / source.readlink()) if source.is_symlink() else None
+    return _resolve_parent(source.parent / source.readlink()) if source.is_symlink() else None
 
 
 @contextmanager
@@ -221,7 +225,7 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def _own_path(path: Path) -> Path:
+def _resolve_parent(path: Path) -> Path:
     """The path with links and dots resolved, except in its last part."""
     return path.parent.resolve() / path.name
 
@@ -231,7 +235,7 @@ def _clone(source: Path, destination: Path) -> bool:
     system does not support it."""
     with source.open("rb") as old, destination.open("xb") as new:
         try:
-            fcntl.ioctl(new, _CLONE, old.fileno())
+            fcntl.ioctl(new, _FICLONE, old.fileno())
         except OSError:
             destination.unlink()
             return False

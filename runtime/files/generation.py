@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from .records import Count, Rule, Small, TokenId, between
+from .records import Count, Rule, SmallCount, TokenId, between
 
-Word = Annotated[list[TokenId], Rule("a non-empty list", bool)]
+BadWord = Annotated[list[TokenId], Rule("a non-empty list", bool)]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class FeatureFacts:
     """
 
     sampling_rate: Count
-    feature_size: Small
-    n_fft: Small
-    hop_length: Small
+    feature_size: SmallCount
+    n_fft: SmallCount
+    hop_length: SmallCount
     n_samples: Count
 
     @property
@@ -70,9 +70,9 @@ class TextRules:
     tokens of a text with its prompt; min_new_tokens, without the prompt, overrides it.
     forced_eos_token_id: the last token of a text that reaches its maximum length."""
 
-    min_length: Small | None = None
-    no_repeat_ngram_size: Small | None = None
-    encoder_no_repeat_ngram_size: Small | None = None
-    bad_words_ids: list[Word] | None = None
+    min_length: SmallCount | None = None
+    no_repeat_ngram_size: SmallCount | None = None
+    encoder_no_repeat_ngram_size: SmallCount | None = None
+    bad_words_ids: list[BadWord] | None = None
     forced_eos_token_id: TokenId | None = None
-    min_new_tokens: Small | None = None
+    min_new_tokens: SmallCount | None = None

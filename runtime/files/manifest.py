@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from .errors import OutriderError
 from .generation import AudioFacts, FeatureFacts, TextRules
-from .records import Count, Rule, Small, TokenId, between, read_json, readable
+from .records import Count, Rule, SmallCount, TokenId, between, convert_read_errors, read_json
 from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
@@ -34,13 +34,13 @@ PACKAGE_FILE, ENCODER_PACKAGE_FILE = "engine.pt2", "encoder_engine.pt2"  # AOTIn
 # reporting it; the next optimiser then reads the node's unresolved operator, and the process dies.
 ORT_LEFT_OUT = {"float16": ["MatmulTransposeFusion"]}
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
-MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
+GAMMA_LIMIT = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
 Weights = Literal["int8", "int4", "fp8"]
 Cache = Literal["int8"]
 SCALE_BYTES = 4  # after the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
-MOST_SLOTS = 1 << 16
+MAX_SLOTS = 1 << 16
 FIRST_ROWS = 256  # initial rows of a slot on the CPU; doubled as texts grow
 CHUNK = 256  # most tokens of a prompt in one call; bounds the activations
 
@@ -51,7 +51,7 @@ Finite = Annotated[float, between(0, 1e30)]
 Digest = Annotated[
     str, Rule("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)
 ]
-RowShape = Annotated[list[Small], Rule("[heads, width]", lambda shape: len(shape) == 2)]
+RowShape = Annotated[list[SmallCount], Rule("[heads, width]", lambda shape: len(shape) == 2)]
 Sizes = Annotated[
     list[Count],
     Rule("three ascending sizes", lambda sizes: len(sizes) == 3 and sizes == sorted(sizes)),
@@ -62,12 +62,12 @@ Target = Annotated[
 ]
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     path = Path(name)
     return path.name != "" and not path.is_absolute() and ".." not in path.parts
 
 
-FileName = Annotated[str, Rule("a path inside the folder", _inside)]
+FileName = Annotated[str, Rule("a path inside the folder", _is_inside)]
 PlainName = Annotated[FileName, Rule("a file name without folders", lambda name: "/" not in name)]
 
 
@@ -166,7 +166,7 @@ class GraphFacts:
     states: StateFacts | None = None
 
     @property
-    def host_alone(self) -> bool:
+    def has_host_weights(self) -> bool:
         """Whether the graph for the CPU has its own weights; a bundle for CPUs then has no other
         graph."""
         return HOST_WEIGHTS_FILE in self.files
@@ -237,7 +237,7 @@ class Pair:
     tokenizer: TokenizerFacts
     vocab_size: Vocabulary
     max_len: Count
-    max_gamma: Annotated[int, between(1, MOST_GAMMA)]
+    max_gamma: Annotated[int, between(1, GAMMA_LIMIT)]
     capacity: Count
     lookup: Literal["ngram"] | None = None
     start_ids: Annotated[list[TokenId], Rule("a non-empty list", bool)] | None = None
@@ -250,7 +250,7 @@ class Pair:
         if self.draft is not None:
             yield "draft", self.draft
 
-    def audio_holds(self) -> bool:
+    def is_audio_consistent(self) -> bool:
         """Whether the facts about audio are consistent."""
         features = self.target.reads
         if features is None or self.audio is None or self.start_ids is None:
@@ -277,14 +277,14 @@ class Pair:
             rows = {"target": gamma + 1 if self.draft else 1, "draft": gamma}
         return 4 * slots * sum(rows[role] * facts.vocab_size for role, facts in self.models())
 
-    def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
+    def copied_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
         """The files that a bundle copies from the graphs folder, without those whose contents are
         in its engines."""
         if not engines:
             alone = {
                 f"{role}/{file}"
                 for role, facts in self.models()
-                if facts.host_alone
+                if facts.has_host_weights
                 for file in (GRAPH_FILE, WEIGHTS_FILE)
             }
             return {name: file for name, file in self.all_files().items() if name not in alone}
@@ -341,14 +341,14 @@ class EngineFacts:
     encoder: PlainName | None = None
 
     @property
-    def activations(self) -> int | None:
+    def activation_bytes(self) -> int | None:
         """Bytes for activations: a model's calls run one after another, so its contexts can share
         the memory of the largest. None unless the builder reported all of them."""
         sizes = [profile.memory for profile in self.profiles if profile.memory is not None]
         return max(sizes) if sizes and len(sizes) == len(self.profiles) else None
 
     @property
-    def compiled(self) -> list[str]:
+    def compiled_files(self) -> list[str]:
         """The compiled files, which the graphs folder does not have."""
         return [self.file, *([self.encoder] if self.encoder else [])]
 
@@ -362,8 +362,8 @@ class CallBits:
     one thread and with all, and with room for few rows and for many.
     """
 
-    widths: Annotated[list[Small], Rule("a non-empty list", bool)]
-    others: list[Small]
+    widths: Annotated[list[SmallCount], Rule("a non-empty list", bool)]
+    others: list[SmallCount]
     neighbours: bool
     threads: bool
     rows: bool
@@ -394,7 +394,7 @@ class Manifest:
     name: str
     backend: str
     versions: dict[str, str]
-    slots: Annotated[int, between(1, MOST_SLOTS)]
+    slots: Annotated[int, between(1, MAX_SLOTS)]
     pair: Pair
     files: dict[FileName, FileFacts]
     engines: dict[str, EngineFacts] | None = None
@@ -407,16 +407,16 @@ class Manifest:
         needed = {f"tokenizer/{TOKENIZER_FILE}"}
         if pair.tokenizer.chat_template:
             needed.add(f"tokenizer/{TEMPLATE_FILE}")
-        files = pair.carried_files(self.engines)
+        files = pair.copied_files(self.engines)
         for role, facts in models.items():
-            code = [HOST_FILE if facts.host_alone else GRAPH_FILE]
+            code = [HOST_FILE if facts.has_host_weights else GRAPH_FILE]
             code += [ENCODER_FILE] if facts.encoder else []
             if self.engines and (engine := self.engines.get(role)):
-                code = engine.compiled
+                code = engine.compiled_files
                 for name in (f"{role}/{file}" for file in code):  # not among the pair's files
                     files[name] = self.files.get(name, FileFacts(-1, ""))
             needed |= {f"{role}/{name}" for name in (*code, *self.weight_files(role))}
-        facts_that_hold = {
+        consistent = {
             "its engines": self.engines is None
             or {role: engine.encoder is not None for role, engine in self.engines.items()}
             == {role: facts.encoder is not None for role, facts in models.items()},
@@ -431,14 +431,14 @@ class Manifest:
                 and facts.reads == pair.target.reads
                 for facts in models.values()
             ),
-            "its audio": pair.audio_holds(),
+            "its audio": pair.is_audio_consistent(),
         }
-        return next((what for what, holds in facts_that_hold.items() if not holds), None)
+        return next((what for what, holds in consistent.items() if not holds), None)
 
     def weight_files(self, role: str) -> list[str]:
         """The files in a model's folder that contain its weights and those of its encoder."""
         facts, engine = dict(self.pair.models())[role], (self.engines or {}).get(role)
-        own = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
+        own = HOST_WEIGHTS_FILE if facts.has_host_weights else WEIGHTS_FILE
         if engine:
             own = engine.weights or engine.file
         return [own, ENCODER_WEIGHTS_FILE] if facts.encoder else [own]
@@ -449,9 +449,9 @@ class Manifest:
         return replace(self, pair=replace(self.pair, draft=None), engines=engines)
 
     @property
-    def activations(self) -> int | None:
+    def activation_bytes(self) -> int | None:
         """Bytes of all engines together; None without engines, or if one of them is unknown."""
-        sizes = [engine.activations for engine in (self.engines or {}).values()]
+        sizes = [engine.activation_bytes for engine in (self.engines or {}).values()]
         known = [size for size in sizes if size is not None]
         return sum(known) if known and known == sizes else None
 
@@ -505,14 +505,14 @@ def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-EXPORT_AGAIN = "Export the checkpoints again: see python -m export --help."
+EXPORT_REMEDY = "Export the checkpoints again: see python -m export --help."
 
 
 def read_pair(folder: Path) -> Pair:
-    return read_json(folder / PAIR_FILE, "pair", Pair, EXPORT_AGAIN)
+    return read_json(folder / PAIR_FILE, "pair", Pair, EXPORT_REMEDY)
 
 
-_REBUILD = "Build the bundle with make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+_BUILD_REMEDY = "Build the bundle with make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
 
 
 def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
@@ -521,38 +521,38 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     Raises OutriderError "bundle".
     """
     path = folder / MANIFEST_FILE
-    with readable(folder, _REBUILD):
+    with convert_read_errors(folder, _BUILD_REMEDY):
         if not folder.is_dir():
-            raise OutriderError("bundle", f"{folder} is not a folder", _REBUILD)
+            raise OutriderError("bundle", f"{folder} is not a folder", _BUILD_REMEDY)
         if not path.is_file():
             other = (folder / "config.json").is_file()
             what = "a Hugging Face checkpoint" if other else "not a bundle"
             named = "the current folder (or an empty path)" if folder == Path() else folder
             cause = f"{named} is {what}: it has no {MANIFEST_FILE}"
-            raise OutriderError("bundle", cause, _REBUILD)
-    manifest = read_json(path, "manifest", Manifest, _REBUILD)
-    if (odd := manifest.contradiction()) is not None:
-        cause = f"{path} contradicts itself about {odd}: it was edited"
-        raise OutriderError("bundle", cause, _REBUILD)
-    verify_files(folder, manifest.files, contents=verify, remedy=_REBUILD)
+            raise OutriderError("bundle", cause, _BUILD_REMEDY)
+    manifest = read_json(path, "manifest", Manifest, _BUILD_REMEDY)
+    if (mismatch := manifest.contradiction()) is not None:
+        cause = f"{path} contradicts itself about {mismatch}: it was edited"
+        raise OutriderError("bundle", cause, _BUILD_REMEDY)
+    verify_files(folder, manifest.files, contents=verify, remedy=_BUILD_REMEDY)
     return manifest
 
 
-def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
+def verify_hashes(folder: Path, manifest: Manifest, *, weights: bool) -> None:
     """Verify the hashes of the files that contain only numbers, or of all others. The former are
     safe to open even if damaged: the results are wrong, but no code in them is run. An engine that
     contains its weights is among the latter. Raises OutriderError "bundle"."""
     kinds = (WEIGHTS_FILE, HOST_WEIGHTS_FILE, ENCODER_WEIGHTS_FILE)
     numbers = {f"{role}/{file}" for role, _ in manifest.pair.models() for file in kinds}
     files = {name: f for name, f in manifest.files.items() if (name in numbers) == weights}
-    verify_files(folder, files, contents=True, remedy=_REBUILD)
+    verify_files(folder, files, contents=True, remedy=_BUILD_REMEDY)
 
 
 def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str) -> None:
     """Refuse missing, unreadable, truncated and (with `contents`) edited files. Raises "bundle"."""
     for name, facts in files.items():
         path = folder / name
-        with readable(path, remedy):
+        with convert_read_errors(path, remedy):
             if not path.is_file():
                 raise OutriderError("bundle", f"{path} is missing", remedy)
             with path.open("rb") as file:

@@ -28,7 +28,7 @@ def stage(part: str, what: str) -> Iterator[Stage]:
     if sys.stderr is None:  # `2>&-`; print would fall back to stdout
         yield Stage()
         return
-    begin, done, said = time.perf_counter(), threading.Event(), Stage()
+    begin, done, stage_info = time.perf_counter(), threading.Event(), Stage()
     head, terminal = f"{part:<9} {what:<34}", sys.stderr.isatty()
 
     def tick() -> None:
@@ -37,23 +37,23 @@ def stage(part: str, what: str) -> Iterator[Stage]:
             seconds = time.perf_counter() - begin
             text = f"{head} {seconds:6.1f} s ..."
             if terminal:
-                sys.stderr.write(f"\r{text} {said.phase[:30]:<30}".rstrip(" ") + "\x1b[K")
+                sys.stderr.write(f"\r{text} {stage_info.phase[:30]:<30}".rstrip(" ") + "\x1b[K")
                 sys.stderr.flush()
             elif seconds >= following:
-                print(f"{text} {said.phase}".rstrip(), file=sys.stderr, flush=True)
+                print(f"{text} {stage_info.phase}".rstrip(), file=sys.stderr, flush=True)
                 following *= 2
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     try:
-        yield said
+        yield stage_info
     finally:
         done.set()
         ticker.join()
         if terminal:
             sys.stderr.write("\r\x1b[K")
     seconds = time.perf_counter() - begin
-    print(f"{head} {seconds:6.1f} s  {said.note}".rstrip(), file=sys.stderr, flush=True)
+    print(f"{head} {seconds:6.1f} s  {stage_info.note}".rstrip(), file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Rule:
     """A condition on a value, in words and as a test."""
 
-    what: str
-    holds: Callable[[Any], bool]
+    description: str
+    is_satisfied: Callable[[Any], bool]
 
 
 def between(least: float, most: float) -> Rule:
@@ -40,7 +40,7 @@ def between(least: float, most: float) -> Rule:
 # Types of fields. No model comes near the bounds, which ensure that no product overflows and that
 # errors in a file are found when it is read.
 Count = Annotated[int, between(1, (1 << 31) - 1)]
-Small = Annotated[int, between(1, 1 << 16)]
+SmallCount = Annotated[int, between(1, 1 << 16)]
 TokenId = Annotated[int, between(0, (1 << 31) - 1)]
 
 
@@ -69,7 +69,7 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
         return OutriderError("bundle", f"{path}: {' '.join(cause.split())[:300]}", remedy)
 
     try:
-        with readable(path, remedy):
+        with convert_read_errors(path, remedy):
             content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("kind") != kind:
             raise refuse(f"not a {kind} file of Outrider")
@@ -87,7 +87,7 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
 
 
 @contextmanager
-def readable(path: Path, remedy: str) -> Iterator[None]:
+def convert_read_errors(path: Path, remedy: str) -> Iterator[None]:
     """Turn errors of reading files in the block into OutriderError "bundle" that names `path`."""
     try:
         yield
@@ -107,8 +107,8 @@ def build(annotation: Any, value: Any, where: str) -> Any:
     if origin is Annotated:
         built = build(arguments[0], value, where)
         for rule in arguments[1:]:
-            if not rule.holds(built):
-                raise ValueError(f"{where} is {_shown(value)}, not {rule.what}")
+            if not rule.is_satisfied(built):
+                raise ValueError(f"{where} is {_short_repr(value)}, not {rule.description}")
         return built
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -116,7 +116,7 @@ def build(annotation: Any, value: Any, where: str) -> Any:
         return build(next(a for a in arguments if a is not type(None)), value, where)
     if origin is Literal:
         if value not in arguments:
-            raise TypeError(f"{where} is {_shown(value)}, not one of {', '.join(arguments)}")
+            raise TypeError(f"{where} is {_short_repr(value)}, not one of {', '.join(arguments)}")
         return value
     if origin is list and isinstance(value, list):
         return [build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
@@ -126,31 +126,31 @@ def build(annotation: Any, value: Any, where: str) -> Any:
             for k, v in value.items()
         }
     if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
-        return _dataclass(typing.cast(type, annotation), value, where)
+        return _build_dataclass(typing.cast(type, annotation), value, where)
     if annotation is float and type(value) in (int, float):
         return float(value)
     if origin is None and type(value) is annotation:
         return value
     raise TypeError(
-        f"{where} is {_shown(value)}, not {_KINDS.get(origin or annotation, 'an object')}"
+        f"{where} is {_short_repr(value)}, not {_TYPE_NAMES.get(origin or annotation, 'an object')}"
     )
 
 
-_KINDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number", float: "a number", bool: "true or false", str: "a string",
     list: "a list",
 }  # fmt: skip
 
 
-def _dataclass(cls: type, value: dict[str, Any], where: str) -> Any:
+def _build_dataclass(cls: type, value: dict[str, Any], where: str) -> Any:
     fields = typing.get_type_hints(cls, include_extras=True)
     optional = {f.name for f in dataclasses.fields(cls) if f.default is None}
     odd = sorted((fields.keys() ^ value.keys()) - (optional - value.keys()))
     if odd:
-        raise TypeError(f"{where}: field {_shown(odd[0])} is missing or unknown")
+        raise TypeError(f"{where}: field {_short_repr(odd[0])} is missing or unknown")
     return cls(**{k: build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

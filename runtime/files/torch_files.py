@@ -80,6 +80,8 @@ def cpu_targets() -> list[str]:
     """ "cpu", the architecture, and the instruction sets that code compiled here may use."""
     import torch
 
-    has = torch.cpu.get_capabilities()
-    names = (n for n, is_there in has.items() if is_there is True and n.startswith(_INSTRUCTIONS))
-    return ["cpu", str(has["architecture"]), *sorted(names)]
+    capabilities = torch.cpu.get_capabilities()
+    names = (
+        n for n, present in capabilities.items() if present is True and n.startswith(_INSTRUCTIONS)
+    )
+    return ["cpu", str(capabilities["architecture"]), *sorted(names)]

@@ -98,7 +98,7 @@ def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
     sizes = Sizes(
         slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity, *rows
     )  # fmt: skip
-    reported = manifest.activations
+    reported = manifest.activation_bytes
     activations = engine_class.allowance if reported is None else reported
     return {"activations": activations, "buffers": sum(sizes.bytes().values())}
 

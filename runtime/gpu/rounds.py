@@ -117,7 +117,7 @@ class DeviceRounds(Programs):
                 [
                     plan
                     for plan, in_flight in zip(plans, launched, strict=True)
-                    if plan.left > 1 and plan.gamma == in_flight.gammas[plan.sequence]
+                    if plan.tokens_left > 1 and plan.gamma == in_flight.gammas[plan.sequence]
                 ],
                 1,
             )
@@ -136,7 +136,7 @@ class DeviceRounds(Programs):
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
         """The shape of a round that comes `ahead` rounds after the one that the plans are for."""
         # To need few graphs, a text near its end drafts fewer tokens in a graph of the same width.
-        drafting = any(plan.gamma and plan.limit > ahead for plan in plans)
+        drafting = any(plan.gamma and plan.max_drafts > ahead for plan in plans)
         return Shape(
             max(plan.gamma for plan in plans) if drafting else 0,
             1 + max(plan.sequence.slot.index for plan in plans),
@@ -185,12 +185,12 @@ class DeviceRounds(Programs):
         self._mark_read(in_flight, sequence)
         single_slot = in_flight.shape.batch == 1  # slot 0, or a first token in any slot
         row = 0 if single_slot else sequence.slot.index
-        gamma = min(in_flight.gammas[sequence], plan.limit)
+        gamma = min(in_flight.gammas[sequence], plan.max_drafts)
         record, ratios = results["verdicts"][row], results["ratios"][row]
         if record["status"]:
             slot = sequence.slot
             sampling = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
-            return SlotResult.broken(kernel.verdict_error(kernel.load(), record, sampling))
+            return SlotResult.failed(kernel.verdict_error(kernel.load(), record, sampling))
         verdict = Verdict(
             int(record["accepted"]), int(record["token"]), tuple(ratios[: record["examined"]])
         )
@@ -245,7 +245,7 @@ class DeviceRounds(Programs):
             (at.slots + index * kernel.SLOT.itemsize, slot),
         ]
         if self.draft is not None:
-            # A narrower draft reads the target's extra tokens as 0 (see `calls.readable`).
+            # A narrower draft reads the target's extra tokens as 0: `calls.replace_unknown_ids`.
             read = np.where(ids < self.draft.vocab_size, ids, 0)
             uploads.append((draft_text, read))
         for address, array in uploads:
@@ -256,9 +256,9 @@ class DeviceRounds(Programs):
         begin, any_rows = time.perf_counter(), False
         for plan in plans:
             slot = plan.sequence.slot
-            if min(plan.gamma, plan.limit) and slot.draft_lacks:
+            if min(plan.gamma, plan.max_drafts) and slot.draft_unread:
                 assert self.draft is not None
-                need = slot.draft_len + slot.draft_lacks
+                need = slot.draft_len + slot.draft_unread
                 self._prefill(
                     self.draft, self._buffers.draft_tokens, slot.index, slot.draft_len, need
                 )

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import blaming
+from ..files.errors import attribute_errors_to
 from .distribution import FloatRow
 from .warp import SamplingParams, TokenIds, check_row, edit_scores, ids_within
 
@@ -135,7 +135,7 @@ def apply_processors(
     scores = edit_scores(row.copy(), params, text, suppress, output_start) if edited else row
     for processor in processors:
         name = getattr(processor, "__name__", None) or type(processor).__name__
-        with blaming(f"{where}: a logits processor ({name})"):
+        with attribute_errors_to(f"{where}: a logits processor ({name})"):
             processor(scores, text, output_start)
     if edited:
         row[np.isneginf(scores)] = -np.inf

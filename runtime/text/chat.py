@@ -31,39 +31,42 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
-    def _in_form(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _adapt_content(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with their content in the form that the template reads, for each role.
 
         Text becomes a list of one part if the template reads only such lists, as those of vision
         models do: it would silently drop plain text. Parts become one text, a line each as in other
         servers, if the template reads only text: it would fail, or print the list as Python does.
         """
-        came, messages = messages, [_joined(m) for m in messages]
+        originals, messages = messages, [_join_parts(m) for m in messages]
         roles = dict.fromkeys(m.get("role") for m in messages if isinstance(m.get("content"), str))
         marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # private-use characters
 
-        def lost(parts: Collection[object]) -> set[object]:
+        def unrendered_roles(parts: Collection[object]) -> set[object]:
             """Roles whose mark is not rendered when it replaces their content. parts: roles whose
             content is given as a part."""
             try:
-                said = self._rendered(
-                    [_saying(m, marks.get(m.get("role")), parts) for m in messages]
+                rendered = self._render_messages(
+                    [_with_content(m, marks.get(m.get("role")), parts) for m in messages]
                 )
             except Exception:  # noqa: BLE001 - the template's own code, which may raise anything
                 return {*marks}
-            return {role for role, mark in marks.items() if mark not in said}
+            return {role for role, mark in marks.items() if mark not in rendered}
 
-        pairs = list(zip(messages, came, strict=True))
-        unheard = lost(())  # not rendered as text
-        in_parts = unheard - lost(unheard) if unheard else unheard  # of these, rendered as a part
-        came_so = {m.get("role") for m, old in pairs if m is not old}
-        as_text = lost(in_parts | came_so) - unheard if came_so else came_so
+        pairs = list(zip(messages, originals, strict=True))
+        not_as_text = unrendered_roles(())
+        # Of these, those that are rendered as a part.
+        in_parts = not_as_text - unrendered_roles(not_as_text) if not_as_text else not_as_text
+        joined_roles = {m.get("role") for m, old in pairs if m is not old}
+        as_text: set[object] = set()
+        if joined_roles:
+            as_text = unrendered_roles(in_parts | joined_roles) - not_as_text
         return [
-            _saying(m, None, in_parts) if m is old or m.get("role") in as_text else old
+            _with_content(m, None, in_parts) if m is old or m.get("role") in as_text else old
             for m, old in pairs
         ]
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+    def _render_messages(self, messages: list[dict[str, Any]]) -> str:
         return self._template.render(
             messages=messages,
             tools=None,  # must be defined: templates test `tools is not none`
@@ -83,7 +86,7 @@ class ChatTemplate:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
         try:
             plain = [_plain_message(message) for message in messages]
-            return self._rendered(self._in_form(plain))
+            return self._render_messages(self._adapt_content(plain))
         except OutriderError:
             raise
         except Exception as error:
@@ -118,7 +121,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
+def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
     """The message; if its content is a list of text parts only, with one text in their place."""
     parts = message.get("content")
     if not parts or not isinstance(parts, list):
@@ -131,15 +134,15 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(texts)}
 
 
-def _saying(
-    message: dict[str, Any], instead: str | None, parts: Collection[object]
+def _with_content(
+    message: dict[str, Any], replacement: str | None, parts: Collection[object]
 ) -> dict[str, Any]:
-    """The message; if its content is text, with `instead` in its place unless that is None, and as
-    a list of one part for the roles in `parts`."""
+    """The message; if its content is text, with `replacement` in its place unless that is None, and
+    as a list of one part for the roles in `parts`."""
     text = message.get("content")
     if not isinstance(text, str):
         return message
-    text = text if instead is None else instead
+    text = text if replacement is None else replacement
     in_parts = message.get("role") in parts
     return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
 

@@ -18,13 +18,13 @@ from ..files.manifest import Manifest
 from ..sequence import ActiveSequence, Request
 from ..slots import Slot
 from ..stats import Stats
-from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Options, Prompt
 from .requests import make_request
 from .results import Result, Transcript
-from .speech import Heard, Transcription, transcribe
+from .shared_rounds import RoundSharer
+from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
+from .speech import Transcription, WindowCallback, transcribe
 from .stream import Batch, Stream
-from .together import Together
 from .tokenizer import Tokenizer
 
 
@@ -46,17 +46,18 @@ class TextEngine:
         decoder: Decoder,
         memory: Mapping[str, int] | None = None,
         *,
-        queue: int = QUEUE,
-        timeout: float | None = TIMEOUT,
+        queue: int = DEFAULT_QUEUE,
+        timeout: float | None = DEFAULT_TIMEOUT,
         bits: Bits | None = None,
     ):
         self.manifest, self.tokenizer = manifest, tokenizer
         self.bits = bits or Bits()  # what the output is promised not to depend on
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
-        self.line = Line(len(decoder.slots), queue, timeout)
+        self.slot_queue = SlotQueue(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
-        self._turn = threading.RLock()  # reentrant: a caller in `undisturbed` may close the engine
-        self._together = Together()
+        # Reentrant: a caller in `exclusive_access` may close the engine.
+        self._decoder_lock = threading.RLock()
+        self._round_sharer = RoundSharer()
         self.dropped: deque[ActiveSequence] = deque()
         self._total = Stats(requests=0)
 
@@ -70,8 +71,8 @@ class TextEngine:
     def close(self) -> None:
         """Free the memory, after the round that may be running. Open streams and calls that wait
         for a slot raise OutriderError "bundle"."""
-        self.line.close()
-        with self._turn:
+        self.slot_queue.close()
+        with self._decoder_lock:
             self._decoder = None
             self.dropped.clear()
 
@@ -100,7 +101,7 @@ class TextEngine:
     ) -> Stream:
         """Generate the text round by round, one event each; see `Stream`. Arguments as for
         `generate`."""
-        return Stream(self, *self.prepare(prompt, _asked(options, more)))
+        return Stream(self, *self.prepare(prompt, _merge_options(options, more)))
 
     def batch(
         self,
@@ -120,7 +121,7 @@ class TextEngine:
             raise OutriderError(
                 "prompt", "batch got a single prompt", "Pass a list of prompts, or use generate."
             )
-        return Batch(self, iter(prompts), _asked(options, more))
+        return Batch(self, iter(prompts), _merge_options(options, more))
 
     def transcribe(
         self,
@@ -129,7 +130,7 @@ class TextEngine:
         language: str | None = None,
         task: str = "transcribe",
         timestamps: bool = False,
-        heard: Heard | None = None,
+        heard: WindowCallback | None = None,
         **options: Any,
     ) -> Transcription:
         """Transcribe a recording of any length with a Whisper model.
@@ -166,18 +167,18 @@ class TextEngine:
     def admit(self, caller: Caller, request: Request) -> ActiveSequence:
         """Wait for a slot and start the request in it. Raises "busy", and what `Decoder.admit`
         raises."""
-        self.line.take(caller)
+        self.slot_queue.acquire(caller)
         try:
             return self.enter(request)
         except BaseException:
-            self.line.give_back(caller)
+            self.slot_queue.release(caller)
             raise
 
     def enter(self, request: Request) -> ActiveSequence:
         """Start the request in a slot that the caller has already taken."""
         sequence: ActiveSequence | None = None
         try:
-            with self._turn:
+            with self._decoder_lock:
                 self._release()
                 sequence = self.decoder.admit(request)
         except BaseException:
@@ -189,10 +190,10 @@ class TextEngine:
     def round(self, sequences: Collection[ActiveSequence]) -> None:
         """Run one round of these sequences, together with those that other threads are waiting to
         advance."""
-        self._together.round(sequences, self._rounded)
+        self._round_sharer.round(sequences, self._run_round)
 
-    def _rounded(self, wanted: Callable[[], list[ActiveSequence]]) -> None:
-        with self._turn:
+    def _run_round(self, wanted: Callable[[], list[ActiveSequence]]) -> None:
+        with self._decoder_lock:
             self._release()
             if batch := wanted():
                 self.decoder.round(batch)
@@ -200,11 +201,11 @@ class TextEngine:
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """Free the slot of a sequence that is already in `dropped`."""
         try:
-            self._together.forget(sequence)
-            with self._turn:
+            self._round_sharer.forget(sequence)
+            with self._decoder_lock:
                 self._release()
         finally:
-            self.line.give_back(caller)
+            self.slot_queue.release(caller)
 
     def drop(self, caller: Caller, sequences: Collection[ActiveSequence]) -> None:
         """Free the slots of a stream that nothing refers to any more, at the next opportunity.
@@ -212,20 +213,20 @@ class TextEngine:
         Waits for no lock: the garbage collector may run anywhere, in a round or in the queue.
         """
         self.dropped.extend(sequences)
-        self.line.drop(caller)
+        self.slot_queue.drop(caller)
 
     def count(self, result: Result) -> None:
         """Add a finished request to the totals."""
-        with self._turn:
+        with self._decoder_lock:
             self._total.add(result.stats)
 
     # Slots for other uses
 
     @contextmanager
-    def exclusive(self, prompt: Sequence[int] = (), source: Source = ()) -> Iterator[Slot]:
+    def exclusive_slot(self, prompt: Sequence[int] = (), source: Source = ()) -> Iterator[Slot]:
         """Hold a slot while no other call runs, to call the decoder's engines directly. It is the
         best slot for this prompt and source, see `SlotTable.acquire`."""
-        with self.undisturbed(1):
+        with self.exclusive_access(1):
             slot = self.decoder.slots.acquire(prompt, source)
             try:
                 yield slot
@@ -233,20 +234,20 @@ class TextEngine:
                 self.decoder.slots.release(slot)
 
     @contextmanager
-    def undisturbed(self, slots: int | None = None) -> Iterator[None]:
+    def exclusive_access(self, slots: int | None = None) -> Iterator[None]:
         """Hold slots while no other call runs. slots: how many must be free, None for all. Raises
         "busy"."""
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         try:
-            self.line.take(caller, slots)
-            with self._turn:
+            self.slot_queue.acquire(caller, slots)
+            with self._decoder_lock:
                 self._release()
                 yield
         finally:
-            self.line.give_back(caller, None)
+            self.slot_queue.release(caller, None)
 
     def _release(self) -> None:
-        """Release the slots of dropped sequences. The caller must hold `_turn`."""
+        """Release the slots of dropped sequences. The caller must hold `_decoder_lock`."""
         while self.dropped:
             try:
                 if self._decoder is not None:
@@ -257,7 +258,7 @@ class TextEngine:
             self.dropped.popleft()  # last, so that an interrupt loses none
 
 
-def _asked(options: Options | None, more: Mapping[str, Any]) -> Options:
+def _merge_options(options: Options | None, more: Mapping[str, Any]) -> Options:
     if not isinstance(options, Options | None):
         raise TypeError(f"options must be an Options, not {type(options).__name__}")
     return Options(**more) if options is None else replace(options, **more)

@@ -17,7 +17,7 @@ import tokenizers
 from ..files.errors import OutriderError
 
 _OPEN, _CLOSE, _BREAK = "\ufdd0", "\ufdd1", "\ufdd2"
-_ALONE = "\ufdd3"  # before a special token of one character, which cannot be broken
+_BEFORE_SINGLE = "\ufdd3"  # before a special token of one character, which cannot be broken
 
 
 class LiteralTokenizer:
@@ -41,24 +41,24 @@ class LiteralTokenizer:
                 self._ids[self._model.token_to_id(marked.content)] = number
         names.sort(key=len, reverse=True)
         any_name = "|".join(map(re.escape, names)) or r"(?!)"
-        self._special = re.compile(f"(?<!{_ALONE})(?:{any_name})")
+        self._special = re.compile(f"(?<!{_BEFORE_SINGLE})(?:{any_name})")
         self._heads = tuple({name[:n] for name in names for n in range(1, len(name))})
         self._tails = tuple({name[n:] for name in names for n in range(1, len(name))})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text without control tokens. Raises OutriderError "prompt"."""
-        return self._encode(_checked(text), add_special_tokens)
+        return self._encode(_check_text(text), add_special_tokens)
 
-    def broken(self, value: Any) -> Any:
+    def break_special_tokens(self, value: Any) -> Any:
         """Messages, or a part of them, with their special tokens broken up.
 
         This includes those that a template could assemble from the end of one text and the
         beginning of another, trimmed or not.
         """
         if isinstance(value, str):
-            _checked(value)
+            _check_text(value)
             while self._special.search(value):  # breaking one may leave another that overlaps it
-                value = self._special.sub(_apart, value)
+                value = self._special.sub(_break_token, value)
             begin, end = len(value) - len(value.lstrip()), len(value.rstrip())
             cuts = {at for at in (0, begin) if value.startswith(self._tails, at)}
             cuts |= {at for at in (end, len(value)) if value.endswith(self._heads, 0, at)}
@@ -66,15 +66,16 @@ class LiteralTokenizer:
                 value = value[:at] + _BREAK + value[at:]
             return value
         if isinstance(value, Mapping):
-            return {self.broken(key): self.broken(item) for key, item in value.items()}
+            each = self.break_special_tokens
+            return {each(key): each(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.broken(item) for item in value]
+            return [self.break_special_tokens(item) for item in value]
         return value
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The token ids of a template's output for messages from `broken`."""
+        """The token ids of a template's output for messages from `break_special_tokens`."""
         marked = self._special.sub(lambda found: _OPEN + found[0] + _CLOSE, text)
-        plain = marked.replace(_BREAK, "").replace(_ALONE, "")
+        plain = marked.replace(_BREAK, "").replace(_BEFORE_SINGLE, "")
         return self._encode(plain, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -88,25 +89,26 @@ def _without_pieces(model: tokenizers.Tokenizer) -> str:
     """
     if not isinstance(model.model, tokenizers.models.Unigram):
         return model.to_str()
-    said = json.loads(model.to_str())
-    special = {token["content"] for token in said["added_tokens"] if token["special"]}
-    lost = {name for name in special if len(name) > 1 and not name.startswith("<0x")}
-    pieces = said["model"]["vocab"]
-    lost &= {piece for piece, _ in pieces}
-    said["model"]["vocab"] = [
-        [_OPEN + piece + _CLOSE if piece in lost else piece, score] for piece, score in pieces
+    config = json.loads(model.to_str())
+    special = {token["content"] for token in config["added_tokens"] if token["special"]}
+    removed = {name for name in special if len(name) > 1 and not name.startswith("<0x")}
+    pieces = config["model"]["vocab"]
+    removed &= {piece for piece, _ in pieces}
+    config["model"]["vocab"] = [
+        [_OPEN + piece + _CLOSE if piece in removed else piece, score] for piece, score in pieces
     ]
-    said["added_tokens"] = [each for each in said["added_tokens"] if each["content"] not in lost]
-    return json.dumps(said)
+    tokens = config["added_tokens"]
+    config["added_tokens"] = [each for each in tokens if each["content"] not in removed]
+    return json.dumps(config)
 
 
-def _apart(found: re.Match[str]) -> str:
+def _break_token(found: re.Match[str]) -> str:
     token = found[0]
-    return _ALONE + token if len(token) == 1 else token[0] + _BREAK + token[1:]
+    return _BEFORE_SINGLE + token if len(token) == 1 else token[0] + _BREAK + token[1:]
 
 
-def _checked(text: str) -> str:
-    if odd := {_OPEN, _CLOSE, _BREAK, _ALONE} & set(text):
+def _check_text(text: str) -> str:
+    if odd := {_OPEN, _CLOSE, _BREAK, _BEFORE_SINGLE} & set(text):
         raise OutriderError(
             "prompt",
             f"the prompt contains the noncharacter U+{ord(min(odd)):04X}",

@@ -17,7 +17,7 @@ from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
 # Options that have no effect if nothing is drafted.
-OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
+DRAFT_ONLY_OPTIONS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
 GammaName = Literal["auto", "transformers"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -122,15 +122,15 @@ class Options:
 
     def plain(self) -> Options:
         """The same options for plain decoding."""
-        usual = {name: getattr(Options, name) for name in self._of_drafts()}
-        return replace(self, gamma=0, draft=None, **usual)
+        defaults = {name: getattr(Options, name) for name in self._draft_only_options_in_use()}
+        return replace(self, gamma=0, draft=None, **defaults)
 
     def check(self) -> None:
         """Refuse what no bundle can honour. Raises OutriderError "option"."""
-        for name, (fits, what) in _RULES.items():
+        for name, (fits, requirement) in _RULES.items():
             value = getattr(self, name)
             if not fits(value) and not (value is None and getattr(Options, name) is None):
-                raise out_of_range(name, value, what)
+                raise out_of_range(name, value, requirement)
         self.sampling()
         drafted = self.draft not in (None, "none")
         refuse_first([
@@ -153,24 +153,24 @@ class Options:
         refuse_first(
             (True, f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
              f"Leave {name} out, or use a draft.")
-            for name in self._of_drafts()
+            for name in self._draft_only_options_in_use()
         )  # fmt: skip
 
-    def _of_drafts(self) -> list[str]:
+    def _draft_only_options_in_use(self) -> list[str]:
         """The options in use that only affect drafts. The coupled rule also affects plain
         decoding."""
         return [
             name
-            for name in OF_DRAFTS
+            for name in DRAFT_ONLY_OPTIONS
             if getattr(self, name) not in (getattr(Options, name), "coupled")
         ]
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
+def _integer_from(least: int) -> Callable[[Any], bool]:
     return lambda value: is_whole(value) and int(value) >= least
 
 
-def _list(value: Any, fits: Callable[[Any], bool]) -> bool:
+def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
     return (
         isinstance(value, Collection)
         and not isinstance(value, str | bytes | Mapping)
@@ -189,38 +189,44 @@ def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
 
 _NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
 _FLAG = (lambda value: isinstance(value, bool | np.bool_), "True or False")
-_FROM_0 = (_whole(0), "an integer >= 0")
+_FROM_0 = (_integer_from(0), "an integer >= 0")
 # Fields that `SamplingParams` does not check. None is legal where it is the default.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (_whole(1), "an integer >= 1"),
+    "max_new_tokens": (_integer_from(1), "an integer >= 1"),
     "min_new_tokens": _FROM_0,
     "no_repeat_ngram_size": _FROM_0,
     "encoder_no_repeat_ngram_size": _FROM_0,
     "bad_words_ids": (
-        lambda value: _list(value, lambda word: _list(word, _whole(0)) and len(word) > 0),
+        lambda value: _is_list_of(
+            value, lambda word: _is_list_of(word, _integer_from(0)) and len(word) > 0
+        ),
         "a list of lists of token ids, none of them empty",
     ),
     "seed": _FROM_0,
     "gamma": (
-        lambda value: _whole(0)(value) or (isinstance(value, str) and value in get_args(GammaName)),
+        lambda value: (
+            _integer_from(0)(value) or (isinstance(value, str) and value in get_args(GammaName))
+        ),
         "an integer >= 0, auto or transformers",
     ),
     "fallback": _one_of("auto", "off"),
     "draft_temperature": _NUMBER,
     "draft_threshold": _NUMBER,
     "stop": (
-        lambda value: _list([value] if _is_text(value) else value, lambda t: t and _is_text(t)),
+        lambda value: _is_list_of(
+            [value] if _is_text(value) else value, lambda t: t and _is_text(t)
+        ),
         "a string or a list of strings, none of them empty",
     ),
-    "stop_token_ids": (lambda value: _list(value, _whole(0)), "a list of token ids"),
+    "stop_token_ids": (lambda value: _is_list_of(value, _integer_from(0)), "a list of token ids"),
     "ignore_eos": _FLAG,
     "logprobs": _FROM_0,
     "chat": _FLAG,
     "system": (_is_text, "a string"),
     "special_tokens": _one_of("control", "text"),
     "source": (
-        lambda value: isinstance(value, str | np.ndarray) or _list(value, _whole(0)),
+        lambda value: isinstance(value, str | np.ndarray) or _is_list_of(value, _integer_from(0)),
         "a string, a list of token ids or an array of features",
     ),
-    "processors": (lambda value: _list(value, callable), "a list of functions"),
+    "processors": (lambda value: _is_list_of(value, callable), "a list of functions"),
 }

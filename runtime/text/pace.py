@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
-FOLLOW = 0.3  # weight of the latest interval between rounds in the moving average
-LONGEST = 0.5  # most seconds over which a round's text is spread
+INTERVAL_WEIGHT = 0.3  # weight of the latest interval between rounds in the moving average
+MAX_SPREAD = 0.5  # most seconds over which a round's text is spread
 
 
-class Smooth:
+class SmoothWriter:
     """A context manager around `write`, which is called from another thread.
 
     The pieces of a round are spread evenly over the expected interval between rounds, or written
@@ -26,15 +26,15 @@ class Smooth:
         self._queue: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
         self._interval, self._last = 0.0, time.monotonic()
         self._failure: BaseException | None = None
-        self._hurry = False
+        self._ending = False
         self._thread = Thread(target=self._run, name="pace", daemon=True)
 
-    def __enter__(self) -> Smooth:
+    def __enter__(self) -> SmoothWriter:
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._hurry = True
+        self._ending = True
         self._queue.put(None)
         self._thread.join()
         if self._failure is not None and error is None:
@@ -45,12 +45,12 @@ class Smooth:
         if self._failure is not None:
             raise self._failure
         now = time.monotonic()
-        took, self._last = now - self._last, now
-        self._interval += (FOLLOW if self._interval else 1.0) * (took - self._interval)
+        interval, self._last = now - self._last, now
+        self._interval += (INTERVAL_WEIGHT if self._interval else 1.0) * (interval - self._interval)
         pieces = [piece for piece in pieces if piece]
         for piece in pieces:
             waiting = max(self._queue.qsize() + 1, len(pieces))
-            self._queue.put((piece, min(self._interval, LONGEST) / waiting))
+            self._queue.put((piece, min(self._interval, MAX_SPREAD) / waiting))
 
     def _run(self) -> None:
         try:
@@ -58,7 +58,7 @@ class Smooth:
                 piece, pause = item
                 self._write(piece)
                 until = time.monotonic() + pause
-                while not self._hurry and (left := until - time.monotonic()) > 0:
+                while not self._ending and (left := until - time.monotonic()) > 0:
                     time.sleep(min(left, 0.02))  # short, to notice the end of the text
         except BaseException as error:  # noqa: BLE001 - it is raised in the other thread
             self._failure = error

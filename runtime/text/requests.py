@@ -56,7 +56,7 @@ def make_request(
     source = read_source(options, pair, tokenizer)
     ids = _prompt_ids(prompt, options, pair, tokenizer)
     check_ids(ids, decoder.target.vocab_size)  # before the tokenizer looks them up
-    min_new_tokens, processors = rules_of(options, pair, ids, source)
+    min_new_tokens, processors = text_rules(options, pair, ids, source)
     transcript = Transcript(tokenizer, ids, params.seed, options)
     request = Request(
         prompt=ids,
@@ -73,7 +73,7 @@ def make_request(
         logprobs=options.logprobs,
         stop=transcript.push,
         source=source,
-        second=_second(prompt, pair),
+        second_token_candidates=_language_tokens(prompt, pair),
         processors=processors,
     )
     decoder.check(request)
@@ -88,8 +88,10 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
     kind, gamma = options.draft, options.gamma
     if isinstance(gamma, str):
         gamma = decoder.max_gamma
-    unopened = decoder.draft is None and pair.draft is not None
-    if unopened and (KINDS[kind].needs_model() if kind in KINDS else gamma and kind is None):
+    draft_not_loaded = decoder.draft is None and pair.draft is not None
+    if draft_not_loaded and (
+        KINDS[kind].needs_model() if kind in KINDS else gamma and kind is None
+    ):
         raise OutriderError(
             "option",
             (f"draft={kind}" if kind else f"gamma={options.gamma}")
@@ -115,11 +117,11 @@ def _policy(
     options: Options, params: SamplingParams, draft: str, gamma: int, decoder: Decoder
 ) -> Policy | None:
     named = options.gamma if isinstance(options.gamma, str) else gamma
-    fallback, most = options.fallback == "auto", decoder.max_gamma
-    if not (fallback or isinstance(named, str)) or not 0 < gamma <= most:
+    fallback, max_gamma = options.fallback == "auto", decoder.max_gamma
+    if not (fallback or isinstance(named, str)) or not 0 < gamma <= max_gamma:
         return None  # `Decoder.check` refuses what is out of range
     settings = (replace(params, seed=0), options.draft_temperature)
-    return make_policy(named, decoder.costs[draft], most, fallback=fallback, settings=settings)
+    return make_policy(named, decoder.costs[draft], max_gamma, fallback=fallback, settings=settings)
 
 
 # The prompt and the source
@@ -154,16 +156,16 @@ def _prompt_ids(
     if start is None:
         if prompt is None:
             raise OutriderError("prompt", "there is no prompt", "Pass one.")
-        return _encoded(prompt, options, pair, tokenizer)
+        return _encode_prompt(prompt, options, pair, tokenizer)
     if prompt is None and isinstance(options.source, str):
         return list(start)
-    ids = _encoded(() if prompt is None else prompt, options, pair, tokenizer)
+    ids = _encode_prompt(() if prompt is None else prompt, options, pair, tokenizer)
     if not ids:
         return list(start)
     return ids if pair.audio or ids[0] == start[0] else [start[0], *ids]
 
 
-def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer) -> list[int]:
+def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer) -> list[int]:
     special, start = options.special_tokens, pair.start_ids
     if isinstance(prompt, str):
         templated = pair.tokenizer.chat_template and start is None
@@ -213,8 +215,9 @@ def _items(prompt: Any) -> list[Any]:
     )
 
 
-def _second(prompt: Prompt | None, pair: Pair) -> list[int]:
-    """`Request.second`: the language tokens, if the model is to detect the language."""
+def _language_tokens(prompt: Prompt | None, pair: Pair) -> list[int]:
+    """`Request.second_token_candidates`: the language tokens, if the model is to
+    detect the language."""
     audio = pair.audio
     if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
         return []
@@ -254,46 +257,48 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
     if isinstance(source, np.ndarray) and (source.ndim != 1 or source.dtype.kind not in "iu"):
         raise OutriderError(
             "prompt",
-            f"the source is {_shown(source)}, and the target, a {architecture}, reads text",
+            f"the source is {_array_text(source)}, and the target, a {architecture}, reads text",
             "Pass text or token ids, or use a bundle of a model that transcribes.",
         )
     return [index(token) for token in source]
 
 
-def rules_of(
+def text_rules(
     options: Options, pair: Pair, prompt: Sequence[int], source: Source
 ) -> tuple[int, tuple[LogitsProcessor, ...]]:
     """The minimum number of new tokens, and the logits processors, from the options, or for options
     not given from the target's generation config."""
-    own, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
-    asked = {
-        name: getattr(own, name) if (value := getattr(options, name)) is None else value
+    config_rules, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
+    values = {
+        name: getattr(config_rules, name) if (value := getattr(options, name)) is None else value
         for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids")
     }
     found: list[LogitsProcessor] = []
-    if size := asked["no_repeat_ngram_size"]:
+    if size := values["no_repeat_ngram_size"]:
         found.append(NoRepeatNgram(size))
-    if size := asked["encoder_no_repeat_ngram_size"]:
+    if size := values["encoder_no_repeat_ngram_size"]:
         # A decoder-only model's source is its prompt, as in Transformers.
         found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
     # As in Transformers, end-of-text is never a bad word.
-    words = () if asked["bad_words_ids"] is None else asked["bad_words_ids"]
+    words = () if values["bad_words_ids"] is None else values["bad_words_ids"]
     if words := [list(w) for w in words if list(w) not in [[end] for end in ends]]:
         found.append(BadWords(words))
-    least = options.min_new_tokens
-    if least is None:
+    min_new_tokens = options.min_new_tokens
+    if min_new_tokens is None:
         # As in Transformers, which counts the tokens forced after the start token as new.
         forced = len(prompt) - 1 if audio is None and list(prompt) == pair.start_ids else 0
-        counted = len(prompt) if own.min_new_tokens is None else forced
-        least = max(0, (own.min_new_tokens or own.min_length or 0) - counted)
-        least = min(least, options.max_new_tokens)
-    if own.forced_eos_token_id is not None and not options.ignore_eos:
+        counted = len(prompt) if config_rules.min_new_tokens is None else forced
+        min_new_tokens = max(
+            0, (config_rules.min_new_tokens or config_rules.min_length or 0) - counted
+        )
+        min_new_tokens = min(min_new_tokens, options.max_new_tokens)
+    if config_rules.forced_eos_token_id is not None and not options.ignore_eos:
         longest = min(len(prompt) + options.max_new_tokens, pair.max_len)
-        found = [ForcedLastToken(longest - 1, own.forced_eos_token_id, found)]
-        least = min(least, longest - 1 - len(prompt))
+        found = [ForcedLastToken(longest - 1, config_rules.forced_eos_token_id, found)]
+        min_new_tokens = min(min_new_tokens, longest - 1 - len(prompt))
     if audio and (audio.suppress_tokens or audio.begin_suppress_tokens):
         found.append(SuppressTokens(audio.suppress_tokens, audio.begin_suppress_tokens))
-    return least, (*found, *options.processors)
+    return min_new_tokens, (*found, *options.processors)
 
 
 def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
@@ -315,7 +320,7 @@ def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
     if source.dtype != np.float32 or source.shape != shape:
         raise OutriderError(
             "prompt",
-            f"the source is {_shown(source)}, and {reads}",
+            f"the source is {_array_text(source)}, and {reads}",
             f"Compute them from {wanted.n_samples:,} samples at {wanted.sampling_rate:,} Hz, "
             "padded.",
         )
@@ -326,5 +331,5 @@ def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
     return Features(source)
 
 
-def _shown(source: np.ndarray) -> str:
+def _array_text(source: np.ndarray) -> str:
     return f"{source.dtype} {list(source.shape)}"

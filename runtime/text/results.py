@@ -70,7 +70,7 @@ class Transcript:
         self._stops = StopStrings([t for t in stops if t not in self._special.values()])
         self._stop_ids = frozenset(options.stop_token_ids)
         self._pieces: list[str] = []  # one for each token pushed since the last event
-        self._told = 0  # tokens reported in events
+        self._reported = 0  # tokens reported in events
         self.seed, self.text = seed, ""
         self.stopped_by: str | int | None = None
 
@@ -88,8 +88,8 @@ class Transcript:
 
     def event(self, sequence: ActiveSequence) -> Event:
         """The event for the tokens since the last one, with the result if the text has ended."""
-        new = sequence.output[self._told :]
-        self._told += len(new)
+        new = sequence.output[self._reported :]
+        self._reported += len(new)
         # A token that ends the text and is not shown (end-of-text, a stop id) has no piece.
         pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
         self._pieces.clear()

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from .engine import TextEngine
 
 # Fields of `Options` that a transcription sets itself.
-DECIDED = (
+FIXED_OPTIONS = (
     "source", "processors", "chat", "system", "special_tokens", "min_new_tokens", "stop",
     "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
 # Called after each window with the seconds transcribed, the duration, and the new segments.
-Heard = Callable[[float, float, Sequence[Segment]], None]
+WindowCallback = Callable[[float, float, Sequence[Segment]], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Transcription:
 def transcribe(
     engine: TextEngine,
     audio: Audio,
-    heard: Heard | None = None,
+    heard: WindowCallback | None = None,
     *,
     max_new_tokens: int | None = None,
     **options: Any,
@@ -70,27 +70,27 @@ def transcribe(
         )
     refuse_first(
         (name in options, f"{name} has no meaning for a transcription", "Leave it out.")
-        for name in DECIDED
+        for name in FIXED_OPTIONS
     )
     names = {field.name for field in fields(SpeechOptions)} & options.keys()
     speech = SpeechOptions(**{name: options.pop(name) for name in names})
     speech.check(facts)
-    room = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
-    usual = Options(**options, max_new_tokens=room).seeded()
+    max_window_tokens = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
+    base_options = Options(**options, max_new_tokens=max_window_tokens).seeded()
     window = np.zeros((features.feature_size, features.frames), np.float32)
     for temperature in speech.temperatures:  # check all: later ones may never be reached
-        asked = replace(usual, source=window, temperature=temperature)
-        engine.prepare([facts.decoder_start_token_id], asked)
+        window_options = replace(base_options, source=window, temperature=temperature)
+        engine.prepare([facts.decoder_start_token_id], window_options)
     stats = Stats(requests=0)
 
-    def room_after(prompt: int) -> int:
+    def max_new_tokens_after(prompt: int) -> int:
         """Most new tokens. As in Transformers, `max_length` excludes the prompt."""
         left = pair.max_len - prompt
         if max_new_tokens is not None:
             return min(max_new_tokens, left)
         return min(facts.max_length + min(pair.max_len // 2 - 1, prompt) - prompt, left)
 
-    def say(
+    def decode_window(
         prompt: list[int],
         window: MelFrames,
         processors: Sequence[LogitsProcessor],
@@ -98,25 +98,27 @@ def transcribe(
         *,
         logprobs: bool,
     ) -> Sequence[Token]:
-        asked = replace(
-            usual, source=window, processors=processors, temperature=temperature,
-            logprobs=0 if logprobs else None, max_new_tokens=room_after(len(prompt)),
+        window_options = replace(
+            base_options, source=window, processors=processors, temperature=temperature,
+            logprobs=0 if logprobs else None, max_new_tokens=max_new_tokens_after(len(prompt)),
             # Each window, and each attempt at one, has its own random numbers.
-            seed=((usual.seed or 0) + stats.requests) % 2**64,
+            seed=((base_options.seed or 0) + stats.requests) % 2**64,
         )  # fmt: skip
-        result = engine.generate(prompt, asked)
+        result = engine.generate(prompt, window_options)
         stats.add(result.stats)
         return result.tokens
 
-    def look(prompt: list[int], window: MelFrames) -> Logits:
+    def first_logits(prompt: list[int], window: MelFrames) -> Logits:
         source = read_source(Options(source=window), pair, engine.tokenizer)
-        with engine.exclusive(prompt, source) as slot:
+        with engine.exclusive_slot(prompt, source) as slot:
             target = engine.decoder.target
-            target.encode(slot.index, source)  # kept for `say`, which reads the same window
+            target.encode(
+                slot.index, source
+            )  # kept for `decode_window`, which reads the same window
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
 
     transcriber = Transcriber(
-        facts, features, speech, say, look, engine.tokenizer.decode,
+        facts, features, speech, decode_window, first_logits, engine.tokenizer.decode,
         end=pair.tokenizer.eos_token_ids[0], max_len=pair.max_len,
     )  # fmt: skip
     rate = features.sampling_rate
@@ -131,5 +133,5 @@ def transcribe(
     text = transcriber.decode([token for segment in segments for token in segment.token_ids])
     return Transcription(
         text, tuple(segments), transcriber.language, windows.duration, transcriber.window_count,
-        usual.seed or 0, stats,
+        base_options.seed or 0, stats,
     )  # fmt: skip

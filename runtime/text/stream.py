@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from ..files.errors import OF_ONE, OutriderError
+from ..files.errors import PER_REQUEST_KINDS, OutriderError
 from ..sequence import ActiveSequence, Request
 from ..stats import Stats
-from .line import Caller, Cancelled
 from .options import Options
 from .results import Event, Result, Transcript
+from .slot_queue import Caller, Cancelled
 
 if TYPE_CHECKING:
     from .engine import TextEngine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Running(ABC, Generic[Item]):
+class RunningRequests(ABC, Generic[Item]):
     """An iterator that holds slots until it is exhausted.
 
     It frees them at its end, on `close`, on exit from a `with` block, or when nothing refers to it
@@ -34,16 +34,16 @@ class Running(ABC, Generic[Item]):
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
         self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those in slots
-        self._advancing = threading.Lock()
+        self._advance_lock = threading.Lock()
         self._ended = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Item:
-        self._caller.touch()
+        self._caller.record_use()
         try:
-            with self._advancing:
+            with self._advance_lock:
                 if self._ended or self._caller.cancelled:
                     raise StopIteration
                 try:
@@ -60,18 +60,18 @@ class Running(ABC, Generic[Item]):
     def close(self) -> None:
         """End the iteration, from any thread, and free its slots. If another thread is in a round
         of it, the slots are freed when that round is over, and that thread's iteration ends."""
-        self._engine.line.cancel(self._caller)
-        if self._advancing.acquire(blocking=False):
+        self._engine.slot_queue.cancel(self._caller)
+        if self._advance_lock.acquire(blocking=False):
             try:
                 self._end()
             finally:
-                self._advancing.release()
+                self._advance_lock.release()
 
     def _end(self) -> None:
         if not self._ended:
             for sequence in list(self._sequences):
                 self._leave(sequence)
-            self._engine.line.give_back(self._caller, None)  # the rest, after an interrupt
+            self._engine.slot_queue.release(self._caller, None)  # the rest, after an interrupt
             self._ended = True
 
     def _leave(self, sequence: ActiveSequence) -> None:
@@ -97,7 +97,7 @@ class Running(ABC, Generic[Item]):
             self._engine.drop(self._caller, list(self._sequences))
 
 
-class Stream(Running[Event]):
+class Stream(RunningRequests[Event]):
     """A text as it comes: one event per round, the last of which has the result.
 
     The slot is taken with the first event. result: None until the last event, and if the stream was
@@ -131,62 +131,62 @@ class Stream(Running[Event]):
         return event
 
 
-class Batch(Running[tuple[int, Result]]):
+class Batch(RunningRequests[tuple[int, Result]]):
     """Results of many prompts: (index of the prompt, result) in the order in which they finish."""
 
-    def __init__(self, engine: TextEngine, prompts: Iterator[Any], usual: Options):
+    def __init__(self, engine: TextEngine, prompts: Iterator[Any], default_options: Options):
         super().__init__(engine)
-        self._source, self._usual = enumerate(prompts), usual
+        self._prompts, self._default_options = enumerate(prompts), default_options
         self._finished: deque[tuple[int, Result]] = deque()
-        self._read = False  # whether all prompts have been read
+        self._all_read = False  # whether all prompts have been read
 
     def _advance(self) -> tuple[int, Result]:
         while not self._finished:
             if self._caller.cancelled:  # during the previous round
                 raise Cancelled
-            while not self._read and self._slot():
-                self._join()
+            while not self._all_read and self._take_slot():
+                self._start_next()
             if self._sequences:
                 self._engine.round(self._sequences)
                 for sequence in list(self._sequences):
-                    self._tell(sequence)
-            elif self._read and not self._finished:
+                    self._collect_result(sequence)
+            elif self._all_read and not self._finished:
                 raise StopIteration
         return self._finished.popleft()
 
-    def _slot(self) -> bool:
+    def _take_slot(self) -> bool:
         """Whether a slot was taken for the next prompt. A batch that holds none waits for one."""
-        line = self._engine.line
+        queue = self._engine.slot_queue
         if self._sequences:
-            return line.take_if_free(self._caller)
-        line.take(self._caller)
+            return queue.try_acquire(self._caller)
+        queue.acquire(self._caller)
         return True
 
-    def _join(self) -> None:
+    def _start_next(self) -> None:
         """Start the next prompt in the slot that has been taken for it."""
-        with ExitStack() as refused:
-            refused.callback(self._engine.line.give_back, self._caller)
-            if (following := next(self._source, None)) is None:
-                self._read = True
+        with ExitStack() as cleanup:
+            cleanup.callback(self._engine.slot_queue.release, self._caller)
+            if (item := next(self._prompts, None)) is None:
+                self._all_read = True
                 return
-            number, given = following
-            prompt, options = given, self._usual
+            number, given = item
+            prompt, options = given, self._default_options
             if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
                 prompt, options = given
             try:
                 request, transcript = self._engine.prepare(prompt, options)
                 sequence = self._engine.enter(request)
             except OutriderError as error:
-                if error.kind not in OF_ONE:
+                if error.kind not in PER_REQUEST_KINDS:
                     raise
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
                 self._finished.append((number, result))
                 return
-            refused.pop_all()
+            cleanup.pop_all()
         self._sequences[sequence] = (number, transcript)
-        self._tell(sequence)
+        self._collect_result(sequence)
 
-    def _tell(self, sequence: ActiveSequence) -> None:
+    def _collect_result(self, sequence: ActiveSequence) -> None:
         number, transcript = self._sequences[sequence]
         if sequence.error is not None:
             result = transcript.result(sequence, "error", sequence.error)

@@ -58,7 +58,7 @@ class Tokenizer:
         self._model.no_padding()
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
-        self._skipped = frozenset(token.content for token in added if token.special)
+        self._special_texts = frozenset(token.content for token in added if token.special)
         self._decoder = self._model.decoder
         kinds = b"" if self._decoder is None else self._decoder.__getstate__()
         self._byte_level = b'"ByteLevel"' in kinds
@@ -91,7 +91,7 @@ class Tokenizer:
         "prompt"."""
         if special_tokens == "control":
             return self.encode(self.render_chat(messages), add_special_tokens=False)
-        rendered = self.render_chat(self._literal.broken(messages))
+        rendered = self.render_chat(self._literal.break_special_tokens(messages))
         _check_unicode(rendered)
         return self._literal.encode_rendered(rendered)
 
@@ -111,7 +111,7 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The id of the special token with this text, which is left out of decoded text; None if
         there is no such token."""
-        return self._model.token_to_id(text) if text in self._skipped else None
+        return self._model.token_to_id(text) if text in self._special_texts else None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render`."""
@@ -124,15 +124,15 @@ class Tokenizer:
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of a token; None if it gives no text."""
         piece = self._model.id_to_token(token)
-        return None if skip_special_tokens and piece in self._skipped else piece
+        return None if skip_special_tokens and piece in self._special_texts else piece
 
     def join(self, pieces: list[str]) -> str:
-        """The text of pieces. Appending pieces changes only the last `undecided` characters."""
+        """The text of pieces. Appending changes only the last `undecided_length` characters."""
         if self._byte_fallback and any(map(_is_byte, pieces)):
             pieces = _isolate_invalid_bytes(pieces)
         return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
 
-    def undecided(self, pieces: list[str]) -> int:
+    def undecided_length(self, pieces: list[str]) -> int:
         """How many characters at the end of `join(pieces)` the next piece may still change.
 
         They are U+FFFD, standing for at most 3 bytes that begin a character: one for all of them
@@ -186,7 +186,7 @@ class Detokenizer:
     def _show(self) -> str:
         """The window's text after what was shown, except what the next token may change."""
         text, begin = self._tokenizer.join(self._window), self._shown
-        self._shown = len(text) - self._tokenizer.undecided(self._window)
+        self._shown = len(text) - self._tokenizer.undecided_length(self._window)
         return text[begin : self._shown]
 
     def flush(self) -> str:

@@ -11,7 +11,7 @@ from ..files.errors import (
     PACKAGE,
     CommandParser,
     OutriderError,
-    interrupts_wait,
+    defer_interrupts,
     refuse_first,
     run_command,
 )
@@ -61,7 +61,7 @@ def _main(args: argparse.Namespace) -> int:
          "Add --prompt, once or more."),
     ])  # fmt: skip
     if args.engines:
-        with interrupts_wait():
+        with defer_interrupts():
             from .measure import recommend
         tokens = 96 if args.tokens is None else args.tokens
         print(recommend(args.engines, args.prompt, args.temperature or 0.0, tokens))

@@ -14,7 +14,7 @@ from fakes import CopyingFake, make_text_engine, near, random_model
 from runtime.beam.search import beam_search
 from runtime.beam.text import SLOTS_PER_BEAM, BeamTexts, beam_texts
 from runtime.files.errors import OutriderError
-from runtime.text import line
+from runtime.text import slot_queue
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
@@ -47,7 +47,7 @@ def test_the_texts_of_the_search(engine: TextEngine) -> None:
 
 
 def test_a_slot_in_use(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "GRACE", 0.01)
+    monkeypatch.setattr(slot_queue, "GRACE", 0.01)
     stream = engine.stream("hello", max_new_tokens=5)
     next(stream)
     with pytest.raises(OutriderError) as caught:

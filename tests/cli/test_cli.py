@@ -241,7 +241,7 @@ def test_baseline_warms_both_ways_up_first(cli):
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
     found = [(o.gamma, o.max_new_tokens) for o in asked]
-    assert found == [(g, n) for n in (command.WARM_UP, 256) for g in (None, 0)]
+    assert found == [(g, n) for n in (command.WARM_UP_TOKENS, 256) for g in (None, 0)]
     assert len({o.seed for o in asked}) == 1
 
 

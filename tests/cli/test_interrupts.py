@@ -21,9 +21,9 @@ from runtime.cli import command
 from runtime.files.errors import (
     EXIT_STATUS,
     OutriderError,
+    defer_interrupts,
     first_line,
     importing,
-    interrupts_wait,
     run_command,
 )
 
@@ -63,7 +63,7 @@ def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFix
 
     def work() -> int:
         with importing("fractions", "Install Python."):
-            with interrupts_wait():
+            with defer_interrupts():
                 os.kill(os.getpid(), number)
             done.append("import")
         done.append("more")

@@ -146,13 +146,13 @@ def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
 
 def test_a_chain_whose_rows_are_others_is_noticed() -> None:
     """Verified as if its tokens had been drawn from anything."""
-    fill = Proposer._fill
+    fill = Proposer._fill_row
 
     def flat(self: Proposer, row: Any, *others: Any) -> None:
         fill(self, row, *others)
         row[:] = 0
 
-    with broken("drafts.proposer.Proposer._fill", flat):
+    with broken("drafts.proposer.Proposer._fill_row", flat):
         assert by_keys(2, 4, own, 1, ALL_TOKENS, draft="chain") > 0.01
 
 
@@ -249,11 +249,11 @@ def test_confidence_is_the_drafts_own() -> None:
         request = Request([2], sampled(), draft_temperature=own_temperature)
         sequence = decoder.admit(request)
         tempered = row.copy()
-        draft_math.temper(tempered, sequence)
+        draft_math.apply_draft_temperature(tempered, sequence)
         weights = np.exp(tempered / np.float32(0.9))
         expected = np.exp(row / np.float32(own_temperature or 0.9))
         np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum(), rtol=1e-5)
-        found = confidence(tempered, 1, draft_math.scale(sequence))
+        found = confidence(tempered, 1, draft_math.temperature_factor(sequence))
         assert found == pytest.approx(0.2, rel=1e-5)
         decoder.release(sequence)
 
@@ -312,7 +312,7 @@ def test_a_collision_in_a_corpus_is_no_match(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_longer_match_wins() -> None:
     corpus = Corpus([1, 2, 3, 4, 5, 9, 7])
     lookup = Lookup(corpus=corpus)
-    lookup.read([4, 8, 3, 4])
+    lookup.update([4, 8, 3, 4])
     assert lookup.propose(3) == [5, 9, 7]  # "3 4" of the corpus before "4" of the text
     assert lookup.propose(3, [8]) == [3, 4, 8]  # "4 8" of the text
     assert lookup.propose(3, [6]) == []

@@ -11,7 +11,7 @@ import pytest
 from fakes import near, random_model, script
 from rounds import check_rows, ids, make_decoder, on_host, plain
 
-from runtime.drafts.lookup import LONGEST, Lookup
+from runtime.drafts.lookup import MAX_NGRAM, Lookup
 from runtime.files.errors import OutriderError
 from runtime.files.texts import read_text
 from runtime.sampling.warp import SamplingParams
@@ -20,7 +20,7 @@ from runtime.sequence import Request
 pytestmark = pytest.mark.usefixtures("sampler")
 
 
-def proposal(text: Sequence[int], count: int, longest: int = LONGEST) -> list[int]:
+def proposal(text: Sequence[int], count: int, longest: int = MAX_NGRAM) -> list[int]:
     """By definition, looking through the whole text each time."""
     for n in range(min(longest, len(text) - 1), 0, -1):
         end = text[len(text) - n :]
@@ -37,11 +37,11 @@ def proposal(text: Sequence[int], count: int, longest: int = LONGEST) -> list[in
 def test_proposals_by_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     text = rng.integers(0, int(rng.integers(1, 9)), int(rng.integers(1, 80))).tolist()
-    for longest in (1, 3, LONGEST):
+    for longest in (1, 3, MAX_NGRAM):
         lookup = Lookup(longest)
         for end in range(1, len(text) + 1):
             if end == len(text) or rng.random() < 0.5:  # a few tokens at a time
-                lookup.read(text[:end])
+                lookup.update(text[:end])
                 count = int(rng.integers(0, 12))
                 assert lookup.propose(count) == proposal(text[:end], count, longest)
 

@@ -16,7 +16,7 @@ from engines import bundle as bundles
 from engines.bundle import memory_plan
 from runtime.files.errors import EXIT_STATUS
 from runtime.files.machine import host_memory
-from runtime.files.manifest import FIRST_ROWS, MOST_SLOTS, PAIR_FILE, read_pair
+from runtime.files.manifest import FIRST_ROWS, MAX_SLOTS, PAIR_FILE, read_pair
 from runtime.files.records import write_json
 
 
@@ -48,7 +48,7 @@ NO_LEVEL = "OPT_LEVEL={} does not apply to the backend "
     [
         *(
             ((f"--slots={n}", "--supports", "float32"), "option", f"SLOTS={n} is out of range")
-            for n in (-1, 0, MOST_SLOTS + 1)
+            for n in (-1, 0, MAX_SLOTS + 1)
         ),
         (("--slots=0", "--graphs", "nowhere"), "option", "SLOTS=0 is out of range"),
         (("--supports", "float32", "--sm=89"), "option", "SM=89 names GPUs"),

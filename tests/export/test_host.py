@@ -173,7 +173,7 @@ def test_rows_of_eight_bits(workshop: Workshop) -> None:
     full = workshop.graphs(workshop.checkpoint("llama"))
     folder = workshop.graphs(workshop.checkpoint("llama"), cache_type="int8")
     facts, more = read_pair(folder).target, read_pair(full).target
-    assert facts.cache == "int8" and facts.host_alone
+    assert facts.cache == "int8" and facts.has_host_weights
     assert nodes(folder, HOST_FILE)["outrider.QuantizedCacheAttention"] == len(facts.key_shapes)
     assert 2 * facts.cache_bytes(3) < more.cache_bytes(3)
     own, portable = walk(engine(folder / "target")), walk(engine(full / "target"))

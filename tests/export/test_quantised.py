@@ -188,7 +188,7 @@ def test_weights_that_are_the_same(workshop: Workshop, tmp_path: Path, weights: 
 
     edit_weights(checkpoint, repeat)
     facts = read_pair(workshop.graphs(checkpoint, weights=weights)).target
-    assert facts.host_alone and facts.max_difference is not None
+    assert facts.has_host_weights and facts.max_difference is not None
     assert facts.max_difference <= facts.tolerance
 
 
@@ -201,7 +201,7 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
     facts = read_pair(folder).target
     own = "QuantizedCacheAttention" if facts.cache else "Attention"
     assert found[f"outrider.{own}"] == len(facts.key_shapes)
-    assert facts.host_alone and HOST_WEIGHTS_FILE in facts.files
+    assert facts.has_host_weights and HOST_WEIGHTS_FILE in facts.files
 
 
 @pytest.mark.parametrize(

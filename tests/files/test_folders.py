@@ -14,7 +14,13 @@ from commands import error_line
 import engines.__main__
 from runtime.files import folders
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.folders import check_place, point_to, settle_file, take_file, write_folder
+from runtime.files.folders import (
+    check_writable,
+    finalize_file,
+    place_file,
+    symlink_or_copy,
+    write_folder,
+)
 from runtime.files.manifest import MANIFEST_FILE
 
 CONTENT = b"weights" * 100
@@ -28,15 +34,15 @@ class Place:
         self.part.parent.mkdir(parents=True)
         self.part.write_bytes(CONTENT)
         self.graph = root / "cache" / "graphs" / "name" / "target" / "weights.bin"
-        point_to(self.part, self.graph)
+        symlink_or_copy(self.part, self.graph)
 
     def build(self, name: str, content: bytes = CONTENT) -> Path:
         """As engines/bundle.py does: the bundle's own file."""
         out = self.root / name
         with write_folder(out, MANIFEST_FILE) as partial:
-            take_file(self.graph, partial / "target" / "weights.bin", out)
+            place_file(self.graph, partial / "target" / "weights.bin", out)
             (partial / MANIFEST_FILE).write_text('{"kind": "manifest"}')
-        settle_file(self.graph, out / "target" / "weights.bin")
+        finalize_file(self.graph, out / "target" / "weights.bin")
         made = out / "target" / "weights.bin"
         assert made.read_bytes() == content
         assert not made.is_symlink() and made.stat().st_nlink == 1
@@ -92,9 +98,9 @@ def test_two_builds_at_the_same_time(place: Place) -> None:
     """Both took the cache's file before either had settled: both end with a file of their own."""
     outs = [place.root / name / "weights.bin" for name in ("first", "second")]
     for out in outs:
-        take_file(place.graph, out, out.parent)
+        place_file(place.graph, out, out.parent)
     for out in outs:
-        settle_file(place.graph, out)
+        finalize_file(place.graph, out)
     assert [out.stat().st_nlink for out in outs] == [1, 1]
     assert {out.read_bytes() for out in (*outs, place.part)} == {CONTENT}
 
@@ -104,7 +110,7 @@ def test_the_newest_bundle_owns_the_file(place: Place) -> None:
     first, second = place.build("first"), place.build("second")
     assert place.part.samefile(second)
     shutil.rmtree(place.root / "second")
-    settle_file(place.graph, first)  # as a build does that finds its bundle unchanged
+    finalize_file(place.graph, first)  # as a build does that finds its bundle unchanged
     assert place.part.is_symlink() and place.part.samefile(first)
 
 
@@ -113,10 +119,10 @@ def test_a_part_that_was_exported_again(place: Place) -> None:
     made = place.build("bundle")
     place.part.unlink()
     place.part.write_bytes(CONTENT)
-    settle_file(place.graph, made)
+    finalize_file(place.graph, made)
     assert len(place.inodes()) == 1 and not made.is_symlink()
     shutil.rmtree(place.part.parent)
-    settle_file(place.graph, made)  # the cache was cleared: nothing is put back
+    finalize_file(place.graph, made)  # the cache was cleared: nothing is put back
     assert not place.part.parent.exists()
 
 
@@ -141,16 +147,16 @@ def test_leftovers_of_a_killed_process(place: Place) -> None:
     for beside in (place.part, made):
         for process in (dead, living):
             beside.with_name(f".{beside.name}.partial-{process}").write_bytes(CONTENT)
-    check_place(place.part.parent, "graph.json")  # may be written anew
-    settle_file(place.graph, made)
+    check_writable(place.part.parent, "graph.json")  # may be written anew
+    finalize_file(place.graph, made)
     for beside in (place.part, made):
         left = {path.name for path in beside.parent.glob(".*")}
         assert left == {f".{beside.name}.partial-{living}"}
     place.graph.with_name(f".{place.graph.name}.partial-{same}").symlink_to("x")
-    point_to(place.part, place.graph)  # its number is this process's
+    symlink_or_copy(place.part, place.graph)  # its number is this process's
     (place.part.parent / ".notes.1").write_text("somebody's")
     with pytest.raises(OutriderError, match=r"it contains \.notes\.1"):
-        check_place(place.part.parent, "graph.json")
+        check_writable(place.part.parent, "graph.json")
 
 
 @pytest.mark.parametrize("lacks", ["hard links", "symbolic links"])
@@ -169,7 +175,7 @@ def test_a_file_system_that_shares_blocks(place: Place, monkeypatch: pytest.Monk
     """Stood in for by a copy: then the cache keeps its file, and there are no links at all."""
 
     def clone(new: object, request: int, old: int) -> None:
-        assert request == folders._CLONE
+        assert request == folders._FICLONE
         new.write(os.pread(old, 1 << 20, 0))
 
     monkeypatch.setattr(folders.fcntl, "ioctl", clone)
@@ -183,7 +189,7 @@ def test_taking_a_file_does_not_overwrite(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("new")
     (tmp_path / "b").write_text("old")
     with pytest.raises(FileExistsError):
-        take_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
+        place_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
     assert (tmp_path / "b").read_text() == "old"
 
 
@@ -210,11 +216,11 @@ def test_out_is_refused_before_anything_is_exported(
 
 
 def test_a_place_that_is_fine_is_left_as_it_was(tmp_path: Path) -> None:
-    check_place(tmp_path / "new" / "deeper" / "out", MANIFEST_FILE)
+    check_writable(tmp_path / "new" / "deeper" / "out", MANIFEST_FILE)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / MANIFEST_FILE).write_text("[" * 100_000)
     with pytest.raises(OutriderError, match="cannot be replaced"):
-        check_place(tmp_path, MANIFEST_FILE)
+        check_writable(tmp_path, MANIFEST_FILE)
     with (
         pytest.raises(OutriderError, match="cannot be replaced"),
         write_folder(tmp_path, MANIFEST_FILE),

@@ -35,7 +35,7 @@ from runtime.files.manifest import (
 )
 from runtime.files.records import write_json
 from runtime.text.options import Options
-from runtime.text.requests import rules_of
+from runtime.text.requests import text_rules
 
 NONSENSE: list[Any] = [
     None, True, -1, 0, 1, 65, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x",
@@ -93,7 +93,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     engine = EngineFacts("1", "engine.rtx", ["sm89"], [profile], beside)
     engines = {"target": engine, "draft": engine}
     made = {role: files(role, "engine.rtx")["engine.rtx"] for role in engines}
-    listed = pair.carried_files(engines if compiled else None)
+    listed = pair.copied_files(engines if compiled else None)
     if compiled:
         listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
     calls = CallBits([2, 3], [1], True, True, False)
@@ -124,7 +124,7 @@ def use(folder: Path) -> int:
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     for gpu in (False, True):
         assert 0 < manifest.pair.logits_bytes(manifest.slots, gpu=gpu) < 1 << 62
-    for processor in rules_of(Options(), manifest.pair, [3] * 3, [])[1]:
+    for processor in text_rules(Options(), manifest.pair, [3] * 3, [])[1]:
         processor(np.zeros(manifest.pair.vocab_size, np.float32), np.zeros(3, np.int64), 3)
     return 0
 

@@ -192,14 +192,14 @@ def test_working_memory(manifest: Manifest) -> None:
 def test_half_of_the_activations_is_no_sum(manifest: Manifest) -> None:
     """Fault: what one builder said of one profile counted as all that both engines take."""
     made = compiled(manifest, "aotinductor", "sm89")
-    assert made.engines is not None and made.activations == 2 * 5000
+    assert made.engines is not None and made.activation_bytes == 2 * 5000
     engine = made.engines["draft"]
     silent = replace(
         engine, profiles=[engine.profiles[0], replace(engine.profiles[1], memory=None)]
     )
     for odd in (silent, replace(engine, profiles=[])):
         partly = replace(made, engines={**made.engines, "draft": odd})
-        assert partly.activations is None
+        assert partly.activation_bytes is None
         allowed = gpu.working_memory(partly, 1)["activations"]
         assert allowed == device_engine("aotinductor").allowance > 2 * 5000
 

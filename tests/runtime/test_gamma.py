@@ -14,7 +14,7 @@ from rounds import both, ids, make_decoder, plain, run, together
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.policy import Measured, make_policy
+from runtime.policy import MeasuredPolicy, make_policy
 from runtime.sequence import Request
 from runtime.text.options import Options
 
@@ -94,7 +94,7 @@ def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
         {"temperature": 1.0, "draft_temperature": 2.0},
     ):  # fmt: skip
         request = engine.request([2, 3], Options(gamma="auto", **options))
-        assert isinstance(request.policy, Measured)
+        assert isinstance(request.policy, MeasuredPolicy)
         told.append(request.policy.settings)
     assert told[0] == told[1] and len(set(told)) == 4
 
@@ -103,6 +103,6 @@ def test_a_number_of_numpy_is_a_gamma(tmp_path: Path) -> None:
     """Fault: with a fallback it was a ValueError."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
     request = engine.request([2, 3], Options(gamma=np.int64(2), fallback="auto"))
-    assert type(request.gamma) is int and isinstance(request.policy, Measured)
+    assert type(request.gamma) is int and isinstance(request.policy, MeasuredPolicy)
     with pytest.raises(OutriderError, match="option: gamma=99 is over"):  # and no policy's error
         engine.request([2, 3], Options(gamma=99, fallback="auto"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from simulated import MAX_GAMMA, STEP, Machine, coins, recorded, simulate, speeds
 
-from runtime.costs import MOST_SETTINGS, Costs, RoundCosts
-from runtime.policy import LONGEST_PAUSE, Measured, Policy, make_policy
+from runtime.costs import MAX_SETTINGS, Costs, RoundCosts
+from runtime.policy import LONGEST_PAUSE, MeasuredPolicy, Policy, make_policy
 from runtime.theory.formulas import best_gamma
 
 PAIR = Machine(0.2, 0.03, reading=0.0125, cold=0.15)  # about those of the bundled pair
@@ -118,7 +118,7 @@ def test_the_bound_holds_against_an_adversary(
     costs, machine = Costs(MAX_GAMMA), Machine(cost, growth, noise=0, reading=0.005)
     for seen in (0, MAX_GAMMA) * 4:
         costs.observe(1, seen, *machine.timings(seen))
-    costs.caught_up(1, 64, STEP * (cost + 64 * 0.005))
+    costs.observe_catch_up(1, 64, STEP * (cost + 64 * 0.005))
     assert simulate(auto(costs, gamma), costs, machine, tempting, 2048).loss <= 1e-9
     constant = make_policy(8, Costs(MAX_GAMMA), MAX_GAMMA, fallback=False)
     assert simulate(constant, Costs(MAX_GAMMA), machine, tempting, 2048).loss > 10, "the control"
@@ -174,9 +174,9 @@ def test_short_readings_say_little_of_long_ones() -> None:
     """Of a token alone the call is all there is to time."""
     costs = timed(cost=0.2)
     for tokens in (60, 1, 1, 1, 40, 1, 1, 1, 50):
-        costs.caught_up(1, tokens, ((0.22 if tokens == 1 else 0.2) + tokens * 0.0125) * STEP)
-    assert costs.rounds(1).catching_up(64) == pytest.approx(0.2 + 64 * 0.0125, rel=0.01)
-    assert costs.rounds(1).catching_up(0) == 0
+        costs.observe_catch_up(1, tokens, ((0.22 if tokens == 1 else 0.2) + tokens * 0.0125) * STEP)
+    assert costs.rounds(1).catch_up(64) == pytest.approx(0.2 + 64 * 0.0125, rel=0.01)
+    assert costs.rounds(1).catch_up(0) == 0
 
 
 def test_batch_sizes_keep_apart() -> None:
@@ -196,12 +196,12 @@ def test_batch_sizes_keep_apart() -> None:
     for asked, found in ((0, 0), (0, 0), (1, 1), (1, 1)):
         assert policy.next(2) == asked
         costs.observe(2, found, found, 1.0)
-    assert costs.lacking(2) is None and costs.lacking(3) == 0
-    assert costs.timed(2) == costs.rounds(2) and costs.timed(3) is None
+    assert costs.gamma_to_time(2) is None and costs.gamma_to_time(3) == 0
+    assert costs.rounds_if_timed(2) == costs.rounds(2) and costs.rounds_if_timed(3) is None
     for _ in range(8):
         costs.observe(3, 4, 1.0, 1.0)
-    assert costs.lacking(3) is None and costs.rounds(3).verify[0] == 1
-    assert costs.timed(3) is None, "its plain step is a guess"
+    assert costs.gamma_to_time(3) is None and costs.rounds(3).verify[0] == 1
+    assert costs.rounds_if_timed(3) is None, "its plain step is a guess"
 
 
 # What texts tell
@@ -230,10 +230,10 @@ def test_a_cut_block_says_nothing_about_the_rest() -> None:
         policy.next(1)
     assert policy.next(2) == 0 and policy.next(1) == 8
     policy = auto(timed(1, 2, cost=0.05))
-    assert isinstance(policy, Measured) and policy.next(1) > 0
+    assert isinstance(policy, MeasuredPolicy) and policy.next(1) > 0
     policy.observe(8, 8, 1)
     assert policy.next(2) > 0 and policy.acceptance
-    assert policy.acceptance.seen_at[:3] == [1, 1, 0]
+    assert policy.acceptance.examined_at[:3] == [1, 1, 0]
 
 
 def test_texts_begin_where_others_with_their_settings_did() -> None:
@@ -249,18 +249,18 @@ def test_texts_begin_where_others_with_their_settings_did() -> None:
 
 def test_new_settings_begin_with_what_all_others_did() -> None:
     costs = Costs(MAX_GAMMA)
-    costs.earlier("first").add(200, 20)
-    assert costs.earlier("second").acceptance < 0.2
-    for other in range(MOST_SETTINGS):
-        costs.earlier(other).add(50, 50)
-    assert costs.earlier("first").acceptance > 0.9, "forgotten: there were too many since"
+    costs.earlier_texts("first").add(200, 20)
+    assert costs.earlier_texts("second").acceptance < 0.2
+    for other in range(MAX_SETTINGS):
+        costs.earlier_texts(other).add(50, 50)
+    assert costs.earlier_texts("first").acceptance > 0.9, "forgotten: there were too many since"
 
 
 def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
     """Texts of 8 rounds, too short for a trial in a pause, after some with a hopeless draft. Those
     that never run are not counted: what is refused would give hope."""
     costs, drafted = timed(), []
-    costs.earlier().add(200, 10)
+    costs.earlier_texts().add(200, 10)
     _waiting = [auto(costs) for _ in range(200)]
     for _ in range(400):
         policy = auto(costs)

@@ -67,7 +67,10 @@ def test_padding_is_never_emitted(temperature: float, draft_width: int) -> None:
 def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
     with pytest.raises(AssertionError):
         odd_widths(1.0, 20, vocab_size=24)
-    unchanged = "drafts.model.readable", lambda engine, tokens: np.array(tokens, np.int64)
+    unchanged = (
+        "drafts.model.replace_unknown_ids",
+        lambda engine, tokens: np.array(tokens, np.int64),
+    )
     with broken(*unchanged), pytest.raises(AssertionError):
         odd_widths(0.0, 10)
 
@@ -195,7 +198,7 @@ def test_a_draft_that_runs_over_its_context() -> None:
         left = sequence.request.max_new_tokens - len(sequence.output) - 1
         return min(sequence.request.gamma, left, self.max_len - len(sequence.slot.tokens) - 1)
 
-    with broken("decoder.Decoder._limit", heedless), pytest.raises(AssertionError):
+    with broken("decoder.Decoder._max_drafts", heedless), pytest.raises(AssertionError):
         short_draft(30, 5, 12, 4)
 
 
@@ -237,7 +240,7 @@ def test_rows_that_a_bundle_would_not_have() -> None:
     def heedless(self: Decoder, sequence: ActiveSequence) -> int:
         return sequence.request.gamma
 
-    with broken("decoder.Decoder._limit", heedless), pytest.raises(AssertionError, match="40"):
+    with broken("decoder.Decoder._max_drafts", heedless), pytest.raises(AssertionError, match="40"):
         fills_context(1, capacity=40)
     with pytest.raises(AssertionError, match="40"):
         fills_context(3, capacity=40)

@@ -15,7 +15,7 @@ from rounds import broken, ids, make_decoder, run
 
 from runtime import load
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import MOST_GAMMA
+from runtime.files.manifest import GAMMA_LIMIT
 from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.reference import NumpySampler
@@ -95,7 +95,7 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
 
 def test_limits_are_those_of_the_library() -> None:
     header = (CHECKOUT / "plugins" / "include" / "outrider.h").read_text()
-    assert re.search(rf"define OUTRIDER_MAX_WIDTH {MOST_GAMMA}\b", header)
+    assert re.search(rf"define OUTRIDER_MAX_WIDTH {GAMMA_LIMIT}\b", header)
     source = (CHECKOUT / "plugins" / "cpu" / "outrider_threads.h").read_text()
     assert f"MAX_THREADS = {kernel.MAX_THREADS};" in source
 

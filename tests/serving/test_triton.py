@@ -36,7 +36,7 @@ def model(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def load(bundle: str, **options: Any) -> TextEngine:
         loaded.update(options, bundle=bundle)
-        engine.line._queue = options["queue"]
+        engine.slot_queue._queue = options["queue"]
         return engine
 
     monkeypatch.setitem(sys.modules, "outrider", runtime)
@@ -131,11 +131,11 @@ def test_what_is_cancelled_makes_room(model: Any, engine: TextEngine) -> None:
     first, last = sent(asked)
     assert said(first)["finish_reason"] == ""
     assert last.error().code() == pb_utils.TritonError.CANCELLED
-    assert engine.line.free == 1
+    assert engine.slot_queue.free == 1
 
 
 def test_more_than_may_wait(model: Any, engine: TextEngine) -> None:
-    engine.line._queue = 0
+    engine.slot_queue._queue = 0
     with engine.stream("abc") as stream:
         next(stream)
         asked = request("abc")
@@ -156,7 +156,7 @@ def test_a_fault_of_the_engine(model: Any, engine: TextEngine, monkeypatch: Any)
     *_, last = sent(asked)
     assert last.error().code() == pb_utils.TritonError.INTERNAL
     assert "no such kernel" in last.error().message()
-    assert engine.line.free == 1
+    assert engine.slot_queue.free == 1
 
 
 def test_unloading_ends_what_is_under_way(model: Any, engine: TextEngine, monkeypatch: Any) -> None:

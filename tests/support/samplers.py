@@ -19,7 +19,7 @@ from on_gpu import OnGpu, open_gpu
 
 from plugins.tools.build import BuildError, build, build_emulated
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import MOST_GAMMA
+from runtime.files.manifest import GAMMA_LIMIT
 from runtime.sampling import kernel, native
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose
@@ -193,7 +193,7 @@ def open_sampler(library, vocab_size, width, slots=1, **options):
 
 def warp_weights(logits, place, library):
     """The warped weights [V] of one row by a library, and their total."""
-    sampler = RoundSampler(logits.shape[-1], MOST_GAMMA, library=library)
+    sampler = RoundSampler(logits.shape[-1], GAMMA_LIMIT, library=library)
     sampler.begin([place])
     weights, total = np.empty(logits.shape[-1], np.float32), ctypes.c_double()
     row = native._logits(logits[None, None], logits.shape[-1])

@@ -58,7 +58,7 @@ class Machine:
 @dataclass
 class Run:
     """Of one text: tokens, time in plain steps, gammas, and where in the text each round began;
-    loss: the largest excess over the promise of `policy.Measured`, after any round."""
+    loss: the largest excess over the promise of `policy.MeasuredPolicy`, after any round."""
 
     tokens: int = 0
     time: float = 0.0
@@ -92,14 +92,14 @@ def simulate(
         if known:
             known.observe(1, gamma, *machine.timings(gamma, slow))
             if reading:
-                known.caught_up(1, behind, STEP * level * reading)
+                known.observe_catch_up(1, behind, STEP * level * reading)
         stay, behind = (stay + 1, 0) if gamma else (0, behind + 1)
         run.at.append(run.tokens)
         run.gammas.append(gamma)
         run.tokens += accepted + 1
         run.time += slow * sum(machine.parts(gamma)) + level * reading
         run.plain += level * (accepted + 1)
-        promise = policy.ALLOWANCE + policy.RATE * run.tokens
+        promise = policy.LOSS_ALLOWANCE + policy.LOSS_RATE * run.tokens
         run.loss = max(run.loss, run.time - run.plain - promise)
     return run
 

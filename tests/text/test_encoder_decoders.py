@@ -54,7 +54,7 @@ from runtime.files.torch_files import (
     read_program,
     read_tensors,
 )
-from runtime.text.requests import rules_of
+from runtime.text.requests import text_rules
 from runtime.theory.measure import measure
 
 
@@ -136,7 +136,7 @@ def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> N
     # The token that is forced is one of the new ones there, and here of the prompt.
     pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
     for prompt, least in (([1, FORCED], 8), ([1, FORCED, 7], 9)):
-        assert rules_of(Options(), pair, prompt, SOURCES[1])[0] == least
+        assert text_rules(Options(), pair, prompt, SOURCES[1])[0] == least
 
 
 @pytest.mark.parametrize("least", [None, 9])

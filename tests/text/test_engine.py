@@ -21,7 +21,7 @@ from runtime.drafts.draft import GuessedDraft
 from runtime.drafts.registry import KINDS
 from runtime.sampling.processors import Ids
 from runtime.sequence import ActiveSequence
-from runtime.text import together
+from runtime.text import shared_rounds
 
 MODEL = random_model(1, never=[EOS])
 
@@ -50,7 +50,7 @@ def test_more_callers_than_slots(engine: TextEngine) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = [pool.submit(engine.generate, "abc", max_new_tokens=40) for _ in range(12)]
         assert all(run.result(60).token_ids == alone for run in runs)
-    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
     assert engine.stats()["requests"] == 13
 
 
@@ -68,9 +68,9 @@ def test_threads_share_rounds(
         real(batch)
 
     monkeypatch.setattr(engine.decoder, "round", round)
-    monkeypatch.setattr(together, "PATIENCE", 1000.0)  # of rounds of two milliseconds
+    monkeypatch.setattr(shared_rounds, "WAIT_SHARE", 1000.0)  # of rounds of two milliseconds
     if not shared:
-        monkeypatch.setattr(engine, "round", lambda some: engine._rounded(lambda: list(some)))
+        monkeypatch.setattr(engine, "round", lambda some: engine._run_round(lambda: list(some)))
     begun = threading.Barrier(2)
 
     def text(prompt: str) -> list[int]:
@@ -114,7 +114,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
             assert leaving.wait(30)
         seen.append(wanted())
 
-    shared = together.Together()
+    shared = shared_rounds.RoundSharer()
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(shared.round, [first], run)
         assert running.wait(30)
@@ -128,7 +128,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
     assert seen == [[first], []]
 
 
-@pytest.mark.parametrize("at", ["_changed.notify_all", "_gather", "_serve"])
+@pytest.mark.parametrize("at", ["_changed.notify_all", "_wait_for_last_participants", "_run_round"])
 def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
     """Fault: the next round writes a slot that was given back, or waits for one that never ends."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
@@ -137,7 +137,7 @@ def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
     def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
         seen.append(wanted())
 
-    shared = together.Together()
+    shared = shared_rounds.RoundSharer()
     with interrupted_once(shared, at), pytest.raises(KeyboardInterrupt):
         shared.round([first], run)
     with ThreadPoolExecutor(1) as pool:
@@ -152,7 +152,7 @@ def test_an_interrupt_loses_no_tokens_of_others(
     engine = make_text_engine(tmp_path, MODEL, slots=2)
     prompts, options = ("abc", "b"), Options(max_new_tokens=60, ignore_eos=True)
     alone = [engine.generate(prompt, options).token_ids for prompt in prompts]
-    shared, real, interrupted = engine._together, engine.decoder.round, list[int]()
+    shared, real, interrupted = engine._round_sharer, engine.decoder.round, list[int]()
 
     def round(batch: Collection[ActiveSequence]) -> None:
         while len(batch) < 2 and not interrupted and not shared._waiting:
@@ -174,7 +174,9 @@ def test_an_interrupt_loses_no_tokens_of_others(
     assert [token.id for event in events for token in event.tokens] == alone[other][1:]
 
 
-@pytest.mark.parametrize("at", ["line._granted", "_together.forget", "decoder.release", "count"])
+@pytest.mark.parametrize(
+    "at", ["slot_queue._try_grant", "_round_sharer.forget", "decoder.release", "count"]
+)
 def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
     engine = make_text_engine(tmp_path, MODEL)
     text = engine.generate("abc").text
@@ -182,7 +184,7 @@ def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
     with once, pytest.raises(KeyboardInterrupt):
         engine.generate("abc")
     assert engine.generate("abc").text == text
-    assert engine.decoder.slots.free == engine.line.free == 1
+    assert engine.decoder.slots.free == engine.slot_queue.free == 1
 
 
 @contextmanager
@@ -216,11 +218,11 @@ def test_a_stream_is_closed_by_another_thread(tmp_path: Path) -> None:
         rest = pool.submit(list, stream)
         assert gate.reached.wait(30)  # the other thread is in a round
         stream.close()
-        assert engine.line.free == 0
+        assert engine.slot_queue.free == 0
         gate.opened.set()
         assert len(rest.result(30)) <= 1
     assert stream.result is None
-    assert engine.decoder.slots.free == engine.line.free == 1
+    assert engine.decoder.slots.free == engine.slot_queue.free == 1
     stream.close()
     assert list(stream) == []
 
@@ -231,19 +233,19 @@ def test_a_stream_that_waits_is_closed(tmp_path: Path) -> None:
         next(first)
         second = engine.stream("abc")
         rest = pool.submit(list, second)
-        while not engine.line._waiting:
+        while not engine.slot_queue._waiting:
             threading.Event().wait(0.001)
         second.close()
         assert rest.result(30) == []
-    assert engine.line.free == 1
+    assert engine.slot_queue.free == 1
 
 
 def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
     for _ in range(5):
         next(engine.stream("abc"))
         next(engine.batch(["abc"] * 3, max_new_tokens=3))
-    assert engine.line.free == 2
-    with engine.undisturbed():
+    assert engine.slot_queue.free == 2
+    with engine.exclusive_access():
         assert engine.decoder.slots.free == 2
 
 
@@ -251,10 +253,10 @@ def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
     """Fault: a collection in a round wants the line's lock, one in the line wants the round's."""
     stream = engine.stream("abc")
     next(stream)
-    with engine._turn, engine.line._changed, ThreadPoolExecutor(1) as pool:
+    with engine._decoder_lock, engine.slot_queue._changed, ThreadPoolExecutor(1) as pool:
         pool.submit(stream.__del__).result(30)
     stream._ended = True  # as if it were gone
-    assert engine.line.free == 2
+    assert engine.slot_queue.free == 2
 
 
 # Batches
@@ -277,7 +279,7 @@ def test_a_batch_is_closed_by_another_thread(tmp_path: Path) -> None:
         gate.opened.set()
         assert rest.result(30) == []
     assert engine.stats()["requests"] == 0
-    assert engine.line.free == 2
+    assert engine.slot_queue.free == 2
 
 
 def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
@@ -294,7 +296,7 @@ def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
         for done, (number, result) in enumerate(itertools.islice(batch, 20), start=1):
             assert (result.finish_reason, number < read) == ("length", True)
             assert read <= done + len(engine.decoder.slots)
-    assert engine.line.free == 2
+    assert engine.slot_queue.free == 2
 
 
 def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
@@ -307,7 +309,7 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert kinds == [None, "option", "prompt", "prompt", "option", None, "prompt", "prompt"]
     assert {results[i].finish_reason for i in (1, 2, 3, 4, 6, 7)} == {"error"}
     assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
-    assert engine.line.free == 2
+    assert engine.slot_queue.free == 2
 
 
 class Broken(GuessedDraft):
@@ -349,7 +351,7 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
         with pytest.raises(OutriderError, match=raised):
             engine.generate(prompts[1][0], options=prompts[1][1])
         assert len(other.result(60).token_ids) == 200
-    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
 @pytest.mark.parametrize("lost", [KeyError("lost"), OutriderError("prompt", "lost", "Find it.")])
@@ -362,7 +364,7 @@ def test_what_the_source_raises_is_raised(engine: TextEngine, lost: Exception) -
 
     with pytest.raises(type(lost), match="lost"):
         list(engine.batch(prompts(), max_new_tokens=5))
-    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
 def test_a_batch_leaves_slots_to_who_waits(engine: TextEngine) -> None:

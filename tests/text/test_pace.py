@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from runtime.text import pace
-from runtime.text.pace import Smooth
+from runtime.text.pace import SmoothWriter
 
 
 class Screen:
@@ -38,9 +38,9 @@ class Screen:
 
 def test_a_round_is_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first round took, and no longer than is bearable."""
-    for took, pieces, pause in ((0.2, "abcd", 0.05), (60, "ab", pace.LONGEST / 2)):
+    for took, pieces, pause in ((0.2, "abcd", 0.05), (60, "ab", pace.MAX_SPREAD / 2)):
         screen = Screen(monkeypatch)
-        with Smooth(screen.write) as smooth:
+        with SmoothWriter(screen.write) as smooth:
             screen.time += took
             smooth.show(["", *pieces])
             screen.wait(len(pieces))
@@ -52,11 +52,11 @@ def test_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
     begun = threading.Event()
     monkeypatch.setattr(pace.time, "sleep", lambda seconds: begun.wait(10))
-    with Smooth(screen.write) as smooth:
+    with SmoothWriter(screen.write) as smooth:
         screen.time += 0.3
         smooth.show(list("abcdefgh"))
         screen.wait(1)
-        smooth._hurry = True  # as on leaving
+        smooth._ending = True  # as on leaving
         begun.set()
     assert [shown[0] for shown in screen.shown] == list("abcdefgh")
     assert screen.slept == 0
@@ -67,7 +67,7 @@ def broken_pipe(piece: str) -> None:
 
 
 def test_a_failure_to_write_reaches_the_reader() -> None:
-    smooth = Smooth(broken_pipe)
+    smooth = SmoothWriter(broken_pipe)
     with pytest.raises(BrokenPipeError), smooth:
         smooth.show(["a"])
     with pytest.raises(BrokenPipeError):
@@ -75,6 +75,6 @@ def test_a_failure_to_write_reaches_the_reader() -> None:
 
 
 def test_the_readers_own_failure_comes_first() -> None:
-    with pytest.raises(KeyboardInterrupt), Smooth(broken_pipe) as smooth:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), SmoothWriter(broken_pipe) as smooth:  # noqa: PT012
         smooth.show(["a"])
         raise KeyboardInterrupt

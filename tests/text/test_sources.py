@@ -30,7 +30,7 @@ def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
     try:
         sequence.slot.tokens[:] = [1, 20, 21]
         proposer = engine.decoder.rounds.proposer
-        assert proposer._of(sequence).guess(sequence, [], 3) == [22, 23, 24]
+        assert proposer._draft_of(sequence).guess(sequence, [], 3) == [22, 23, 24]
     finally:
         engine.decoder.release(sequence)
 

@@ -476,7 +476,7 @@ def test_what_the_model_itself_knows_does_not_control() -> None:
     model.encode_special_tokens = True
     assert model.encode("a</s>").ids == [8, 1]  # the control
     assert literal.encode("a</s>?!") == [8, 6, 7, 0, 9]
-    assert literal.encode_rendered(literal.broken("</s>") + "</s>") == [6, 7, 1]
+    assert literal.encode_rendered(literal.break_special_tokens("</s>") + "</s>") == [6, 7, 1]
 
 
 def test_a_character_that_is_special_is_spelled(files: dict[str, Path]) -> None:
@@ -520,7 +520,7 @@ def test_a_special_token_of_one_character(files: dict[str, Path]) -> None:
     model = tokenizers.Tokenizer.from_file(str(files["byte_level"]))
     model.add_special_tokens(["\N{BULLET}"])
     literal, bullet = LiteralTokenizer(model), model.token_to_id("\N{BULLET}")
-    ids = literal.encode_rendered("\N{BULLET}" + literal.broken("a \N{BULLET} b"))
+    ids = literal.encode_rendered("\N{BULLET}" + literal.break_special_tokens("a \N{BULLET} b"))
     assert ids.count(bullet) == 1 and ids[0] == bullet
     assert model.decode(ids, skip_special_tokens=False).count("\N{BULLET}") == 2
 

@@ -36,7 +36,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts, TextRules
 from runtime.files.manifest import read_bundle
 from runtime.text.options import Options
-from runtime.text.requests import rules_of
+from runtime.text.requests import text_rules
 
 SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]
 START, LANGUAGES, NO_TIMESTAMPS = 240, (242, 245), 250
@@ -116,7 +116,7 @@ def test_what_a_text_begins_with(whisper: tuple[Path, Path]) -> None:
         assert result.token_ids == asked[4:]
     # Of what stands behind the start nothing is a new token there, as it is of other models.
     pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
-    assert rules_of(Options(), pair, pair.start_ids, [])[0] == 9
+    assert text_rules(Options(), pair, pair.start_ids, [])[0] == 9
 
 
 def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> None:

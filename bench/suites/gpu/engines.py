@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, first_line, run_command, show_origin
+from runtime.files.errors import CommandParser, first_line, print_tracebacks, run_command
 
 from .checks import Checks
 from .constructed import SHAPES, write_bundled
@@ -79,7 +79,7 @@ def run_sections(
         try:
             result: dict[str, Any] = getattr(checks, name)()
         except Exception as error:  # noqa: BLE001 - the other methods must still run
-            show_origin(error, always=True)
+            print_tracebacks(error, always=True)
             result = {"passed": False, "reason": first_line(error)}
         report[name] = {**result, "section_s": round(time.perf_counter() - begin, 1)}
         report["passed"] &= result.get("passed") is not False

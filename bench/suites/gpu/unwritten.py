@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import OutriderError, show_origin
+from runtime.files.errors import OutriderError, print_tracebacks
 from runtime.files.manifest import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -65,7 +65,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
         vocab_size=pair.target.vocab_size, max_len=pair.length, max_gamma=MAX_GAMMA,
         capacity=capacity,
     )  # fmt: skip
-    files = pair_facts.carried_files(engines) | {
+    files = pair_facts.copied_files(engines) | {
         f"{role}/{engine.file}": file_facts(bundle / role / engine.file)
         for role, engine in engines.items()
     }
@@ -87,7 +87,7 @@ def _compile(
         plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
         return facts, aotinductor.compile(role, place, place, facts, plan[role])
     except OutriderError as error:
-        show_origin(error)  # the traceback is not sent to the parent
+        print_tracebacks(error)  # the traceback is not sent to the parent
         raise
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends.engine import Engine
-from runtime.calls import readable
+from runtime.calls import replace_unknown_ids
 from runtime.round import HostRounds
 from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict
@@ -67,7 +67,7 @@ def _distributions(
     tokens = engine.decoder.vocab_size
     found = []
     for begin in range(0, len(ids), width):
-        part = readable(model, ids[begin : begin + width])[None]
+        part = replace_unknown_ids(model, ids[begin : begin + width])[None]
         (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
         found += [warp(row[:tokens], params) for row in rows]
     return found

@@ -1,4 +1,4 @@
-"""The line for slots, with threads that stand in it."""
+"""The queue for slots, with threads that stand in it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 import pytest
 
 from runtime.files.errors import OutriderError
-from runtime.text import line as line_module
-from runtime.text.line import Caller, Cancelled, Line
+from runtime.text import slot_queue
+from runtime.text.slot_queue import Caller, Cancelled, SlotQueue
 
 
 class Crowd:
-    """Threads that come to a line one after the other."""
+    """Threads that come to a queue one after the other."""
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.served: list[str] = []
         self._pool = pool
 
     def come(
-        self, line: Line, name: str, slots: int = 1, holds: Caller | None = None
+        self, queue: SlotQueue, name: str, slots: int = 1, holds: Caller | None = None
     ) -> tuple[Caller, Future[None]]:
         """Returns once the caller waits. holds: what its thread holds already."""
         caller = Caller()
 
-        def take() -> None:
+        def acquire() -> None:
             if holds is not None:
-                holds.touch()
-            line.take(caller, slots)
+                holds.record_use()
+            queue.acquire(caller, slots)
             self.served.append(name)
 
-        future = self._pool.submit(take)
-        while caller not in line._waiting and not future.done():
+        future = self._pool.submit(acquire)
+        while caller not in queue._waiting and not future.done():
             threading.Event().wait(0.001)
         return caller, future
 
@@ -46,30 +46,30 @@ def crowd() -> Iterator[Crowd]:
         yield Crowd(pool)
 
 
-def foreign(line: Line, slots: int = 1) -> Caller:
+def foreign(queue: SlotQueue, slots: int = 1) -> Caller:
     """Somebody holds slots whom nobody can suspect of waiting."""
     caller = Caller()
-    line.take(caller, slots)
+    queue.acquire(caller, slots)
     caller.threads = {-1}
     return caller
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "GRACE", 0.01)
+    monkeypatch.setattr(slot_queue, "GRACE", 0.01)
 
 
 def test_first_come_first_served(crowd: Crowd) -> None:
     """Fault: a free slot goes to whoever wakes up first; OverflowError in a wait without end."""
-    line = Line(1, timeout=float("inf"))
-    held = foreign(line)
-    came = [crowd.come(line, name) for name in "abcde"]
-    line.give_back(held)
+    queue = SlotQueue(1, timeout=float("inf"))
+    held = foreign(queue)
+    came = [crowd.come(queue, name) for name in "abcde"]
+    queue.release(held)
     for caller, future in came:
         future.result(30)
-        line.give_back(caller)
+        queue.release(caller)
     assert "".join(crowd.served) == "abcde"
-    assert line.free == 1
+    assert queue.free == 1
 
 
 def test_what_only_refers_to_itself_is_given_back(
@@ -79,110 +79,110 @@ def test_what_only_refers_to_itself_is_given_back(
     collector comes with allocations, and nobody makes any. Not while somebody goes on."""
 
     class Kept:
-        def __init__(self, line: Line):
-            self.line, self.caller, self.itself = line, foreign(line), self
+        def __init__(self, queue: SlotQueue):
+            self.queue, self.caller, self.itself = queue, foreign(queue), self
 
         def __del__(self) -> None:
-            self.line.drop(self.caller)
+            self.queue.drop(self.caller)
 
     gc.disable()
     try:
-        line = Line(1, timeout=10)
-        Kept(line)
-        line.take(Caller())
+        queue = SlotQueue(1, timeout=10)
+        Kept(queue)
+        queue.acquire(Caller())
     finally:
         gc.enable()
 
-    line, collected = Line(1, timeout=0.1), list[int]()
-    monkeypatch.setattr(line_module.gc, "collect", lambda: collected.append(1))
-    held = foreign(line)
-    monkeypatch.setattr(Line, "_touches", lambda self: held.touch() or held.touches)
+    queue, collected = SlotQueue(1, timeout=0.1), list[int]()
+    monkeypatch.setattr(slot_queue.gc, "collect", lambda: collected.append(1))
+    held = foreign(queue)
+    monkeypatch.setattr(SlotQueue, "_total_uses", lambda self: held.record_use() or held.uses)
     with pytest.raises(OutriderError, match="after a wait"):
-        line.take(Caller())
+        queue.acquire(Caller())
     assert not collected
     monkeypatch.undo()
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:  # once, by who is first
-        patch.setattr(line_module, "GRACE", 0.01)
-        patch.setattr(line_module.gc, "collect", lambda: collected.append(1))
-        line = Line(1)
-        foreign(line)
-        late = [pool.submit(line.take, Caller()) for _ in range(3)]
+        patch.setattr(slot_queue, "GRACE", 0.01)
+        patch.setattr(slot_queue.gc, "collect", lambda: collected.append(1))
+        queue = SlotQueue(1)
+        foreign(queue)
+        late = [pool.submit(queue.acquire, Caller()) for _ in range(3)]
         while not collected:
             threading.Event().wait(0.001)
         threading.Event().wait(0.1)  # too little would let a fault pass, and no right one fail
-        line.close()
+        queue.close()
         assert all(isinstance(future.exception(30), OutriderError) for future in late)
     assert collected == [1]
 
 
 def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
     """Fault: beam search waits for ever while single texts come and go."""
-    line = Line(2)
-    held = foreign(line)
-    everything, first = crowd.come(line, "all", slots=2)
-    one, second = crowd.come(line, "one")
-    assert not line.take_if_free(Caller())  # a slot is free, and somebody waits for it
-    line.give_back(held)
+    queue = SlotQueue(2)
+    held = foreign(queue)
+    everything, first = crowd.come(queue, "all", slots=2)
+    one, second = crowd.come(queue, "one")
+    assert not queue.try_acquire(Caller())  # a slot is free, and somebody waits for it
+    queue.release(held)
     first.result(30)
     assert not second.done()
-    line.give_back(everything, 2)
+    queue.release(everything, 2)
     second.result(30)
     assert crowd.served == ["all", "one"]
-    line.give_back(one)
+    queue.release(one)
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("queue", "words"),
     [
-        (Line(1, queue=0), "the only slot is in use. Try again later"),
-        (Line(1, timeout=0.0), "in use after a wait of 0 s"),
+        (SlotQueue(1, queue=0), "the only slot is in use. Try again later"),
+        (SlotQueue(1, timeout=0.0), "in use after a wait of 0 s"),
     ],
 )
-def test_who_may_not_wait_is_told_at_once(line: Line, words: str) -> None:
-    foreign(line)
+def test_who_may_not_wait_is_told_at_once(queue: SlotQueue, words: str) -> None:
+    foreign(queue)
     with pytest.raises(OutriderError, match=words) as error:
-        line.take(Caller())
+        queue.acquire(Caller())
     assert error.value.kind == "busy"
-    assert not line._waiting
+    assert not queue._waiting
 
 
 def test_a_full_line(crowd: Crowd) -> None:
-    line = Line(2, queue=1)
-    held = foreign(line, 2)
-    waiting, future = crowd.come(line, "a")
+    queue = SlotQueue(2, queue=1)
+    held = foreign(queue, 2)
+    waiting, future = crowd.come(queue, "a")
     cause = "all slots are in use, and 1 callers are already waiting"
     with pytest.raises(OutriderError, match=cause):
-        line.take(Caller())
-    line.give_back(held, 2)
+        queue.acquire(Caller())
+    queue.release(held, 2)
     future.result(30)
-    line.give_back(waiting)
+    queue.release(waiting)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_thread_does_not_wait_for_itself() -> None:
     """Fault: a stream that another thread made, and this one uses, is no suspect."""
-    line = Line(1)
+    queue = SlotQueue(1)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(Caller).result(30)
-    line.take(made)
+    queue.acquire(made)
     with pytest.raises(OutriderError, match="by streams that this thread itself has started"):
-        line.take(Caller())
+        queue.acquire(Caller())
 
 
 @pytest.mark.usefixtures("impatient")
 def test_threads_do_not_wait_for_one_another(crowd: Crowd) -> None:
     """Fault: two threads, each with one of two slots and waiting for a second one, hang."""
-    line = Line(2)
-    held = [foreign(line), foreign(line)]
+    queue = SlotQueue(2)
+    held = [foreign(queue), foreign(queue)]
     for caller in held:
         caller.threads.clear()
-    runs = {crowd.come(line, "x", holds=caller)[1]: caller for caller in held}
+    runs = {crowd.come(queue, "x", holds=caller)[1]: caller for caller in held}
     done, waits = wait(runs, 30, FIRST_COMPLETED)
     (refused,), (other,) = done, waits
     with pytest.raises(OutriderError, match="this thread itself"):
         refused.result()
-    line.give_back(runs[refused])  # and the other one goes on
+    queue.release(runs[refused])  # and the other one goes on
     other.result(30)
 
 
@@ -192,38 +192,38 @@ def test_a_stream_that_another_thread_may_finish(
 ) -> None:
     """Fault: "busy" at once. It may be handed to a thread that has not begun; and one that threads
     share is no suspect, whoever waits."""
-    line, held = Line(1), Caller()
-    line.take(held)
+    queue, held = SlotQueue(1), Caller()
+    queue.acquire(held)
     if touched:
-        monkeypatch.setattr(line_module, "GRACE", 0.01)
+        monkeypatch.setattr(slot_queue, "GRACE", 0.01)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: (held.touch(), held.touch())).result(30)
-    threading.Timer(0.05, line.give_back, [held]).start()
-    line.take(Caller())
+            pool.submit(lambda: (held.record_use(), held.record_use())).result(30)
+    threading.Timer(0.05, queue.release, [held]).start()
+    queue.acquire(Caller())
 
 
 def test_what_is_dropped_is_free_for_who_waits(crowd: Crowd) -> None:
-    line = Line(1)
-    held = foreign(line)
-    _, future = crowd.come(line, "a")
-    line.drop(held)
+    queue = SlotQueue(1)
+    held = foreign(queue)
+    _, future = crowd.come(queue, "a")
+    queue.drop(held)
     future.result(30)
-    assert line.free == 0
+    assert queue.free == 0
 
 
 def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
-    line = Line(1)
-    held = foreign(line)
-    caller, future = crowd.come(line, "a")
-    line.cancel(caller)
+    queue = SlotQueue(1)
+    held = foreign(queue)
+    caller, future = crowd.come(queue, "a")
+    queue.cancel(caller)
     with pytest.raises(Cancelled):
         future.result(30)
-    _, future = crowd.come(line, "b")
-    line.close()
+    _, future = crowd.come(queue, "b")
+    queue.close()
     with pytest.raises(OutriderError, match="the engine is closed"):
         future.result(30)
-    line.give_back(held)
-    assert line.free == 1
+    queue.release(held)
+    assert queue.free == 1
 
 
 @pytest.mark.parametrize(
@@ -232,4 +232,4 @@ def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
 )
 def test_what_is_no_line(wrong: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="out of range"):
-        Line(1, **wrong)
+        SlotQueue(1, **wrong)

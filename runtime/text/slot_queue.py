@@ -10,14 +10,14 @@ from numbers import Real
 
 from ..files.errors import OutriderError, is_whole
 
-QUEUE, TIMEOUT = 64, 600.0  # default number of callers that may wait, and seconds
+DEFAULT_QUEUE, DEFAULT_TIMEOUT = 64, 600.0  # default number of callers that may wait, and seconds
 GRACE = 1.0  # seconds without a change before a thread is considered to wait for itself
 
 
-def check_line(queue: int, timeout: float | None) -> None:
-    """Validate the arguments of a `Line`. Raises OutriderError "option"."""
-    endless = timeout is None or (isinstance(timeout, Real) and timeout >= 0)
-    if not (is_whole(queue) and queue >= 0 and endless):
+def check_queue_options(queue: int, timeout: float | None) -> None:
+    """Validate the arguments of a `SlotQueue`. Raises OutriderError "option"."""
+    valid_timeout = timeout is None or (isinstance(timeout, Real) and timeout >= 0)
+    if not (is_whole(queue) and queue >= 0 and valid_timeout):
         raise OutriderError(
             "option",
             f"queue={queue!r} or timeout={timeout!r} is out of range",
@@ -28,35 +28,37 @@ def check_line(queue: int, timeout: float | None) -> None:
 class Caller:
     """One that waits for slots and holds them, such as a stream.
 
-    threads: those that have used it. touches: how often they have.
+    threads: those that have used it. uses: how often they have.
     """
 
-    __slots__ = ("cancelled", "threads", "touches")
+    __slots__ = ("cancelled", "threads", "uses")
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
-        self.touches = 0
+        self.uses = 0
         self.cancelled = False
 
-    def touch(self) -> None:
+    def record_use(self) -> None:
         """Record that the calling thread uses it."""
         self.threads.add(threading.get_ident())
-        self.touches += 1
+        self.uses += 1
 
 
 class Cancelled(Exception):
     """The caller was cancelled while it waited."""
 
 
-class Line:
+class SlotQueue:
     """A queue for slots: first come, first served. Thread-safe.
 
     slots: how many there are. queue: how many callers may wait; 0 for none. timeout: most seconds
     that a caller waits; None for no limit. Raises OutriderError "option".
     """
 
-    def __init__(self, slots: int, queue: int = QUEUE, timeout: float | None = TIMEOUT):
-        check_line(queue, timeout)
+    def __init__(
+        self, slots: int, queue: int = DEFAULT_QUEUE, timeout: float | None = DEFAULT_TIMEOUT
+    ):
+        check_queue_options(queue, timeout)
         self._slots, self._queue, self._timeout = slots, queue, timeout
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
@@ -74,28 +76,28 @@ class Line:
                 self._dropped.popleft()  # last, so that an interrupt loses none
             return self._slots - sum(self._held.values())
 
-    def take(self, caller: Caller, slots: int = 1) -> None:
+    def acquire(self, caller: Caller, slots: int = 1) -> None:
         """Take `slots` more slots, after all earlier callers have theirs.
 
         Raises OutriderError "busy" if the queue is full, if the slots are held by threads that are
-        waiting themselves, or after the timeout; "bundle" once the line is closed. Raises
+        waiting themselves, or after the timeout; "bundle" once the queue is closed. Raises
         `Cancelled` if `cancel` is called first.
         """
-        caller.touch()
+        caller.record_use()
         with self._lock:
-            if not self._waiting and self._granted(caller, slots):
+            if not self._waiting and self._try_grant(caller, slots):
                 return
             if len(self._waiting) >= self._queue:
                 many = f", and {self._queue} callers are already waiting" if self._queue else ""
-                raise self._busy(slots, many, "Try again later")
+                raise self._busy_error(slots, many, "Try again later")
             self._wait(caller, slots)
 
-    def take_if_free(self, caller: Caller) -> bool:
+    def try_acquire(self, caller: Caller) -> bool:
         """Take one more slot if one is free and no caller is waiting."""
         with self._lock:
-            return not self._waiting and self._granted(caller, 1)
+            return not self._waiting and self._try_grant(caller, 1)
 
-    def give_back(self, caller: Caller, slots: int | None = 1) -> None:
+    def release(self, caller: Caller, slots: int | None = 1) -> None:
         """Free slots of this caller. slots: how many; None for all that it holds, if any."""
         with self._lock:
             left = 0 if slots is None else self._held[caller] - slots
@@ -129,25 +131,25 @@ class Line:
     def _wait(self, caller: Caller, slots: int) -> None:
         until = None if self._timeout is None else time.monotonic() + self._timeout
         self._waiting[caller] = (slots, threading.get_ident())
-        changed, collected, touches = True, False, 0
+        changed, collected, uses = True, False, 0
         try:
-            while not ((first := self._first() is caller) and self._granted(caller, slots)):
-                if first and not changed and not collected and touches == self._touches():
+            while not ((first := self._first() is caller) and self._try_grant(caller, slots)):
+                if first and not changed and not collected and uses == self._total_uses():
                     # A caller that is kept alive only by a reference cycle, such as that of a
                     # stored traceback, would hold its slots until the next garbage collection.
                     gc.collect()
                     collected = True
                     continue
-                if not changed and self._stuck():
-                    mine = ", by streams that this thread itself has started"
-                    raise self._busy(slots, mine, "Finish or close them first")
+                if not changed and self._is_deadlocked():
+                    own_streams = ", by streams that this thread itself has started"
+                    raise self._busy_error(slots, own_streams, "Finish or close them first")
                 left = GRACE if until is None else until - time.monotonic()
                 if left <= 0:
-                    late = f" after a wait of {self._timeout:g} s"
-                    raise self._busy(slots, late, "Try again later")
-                touches = self._touches()
+                    timed_out = f" after a wait of {self._timeout:g} s"
+                    raise self._busy_error(slots, timed_out, "Try again later")
+                uses = self._total_uses()
                 changed = self._changed.wait(min(left, GRACE))
-                self._refuse(caller)
+                self._check_usable(caller)
         finally:
             del self._waiting[caller]
             self._changed.notify_all()  # another caller is first now
@@ -155,23 +157,23 @@ class Line:
     def _first(self) -> Caller:
         return next(iter(self._waiting))
 
-    def _granted(self, caller: Caller, slots: int) -> bool:
-        self._refuse(caller)
+    def _try_grant(self, caller: Caller, slots: int) -> bool:
+        self._check_usable(caller)
         if self.free < slots:
             return False
         self._held[caller] = self._held.get(caller, 0) + slots
         return True
 
-    def _refuse(self, caller: Caller) -> None:
+    def _check_usable(self, caller: Caller) -> None:
         if self._closed:
             raise OutriderError("bundle", "the engine is closed", "Load the bundle again.")
         if caller.cancelled:
             raise Cancelled
 
-    def _touches(self) -> int:
-        return sum(caller.touches for caller in self._held)
+    def _total_uses(self) -> int:
+        return sum(caller.uses for caller in self._held)
 
-    def _stuck(self) -> bool:
+    def _is_deadlocked(self) -> bool:
         """Whether this thread waits for itself: every thread that holds slots is waiting, and this
         is one of them."""
         wanted, _ = self._waiting[self._first()]
@@ -183,7 +185,7 @@ class Line:
             and all(len(threads) == 1 and threads <= waiting for threads in holders)
         )
 
-    def _busy(self, slots: int, how: str, remedy: str) -> OutriderError:
+    def _busy_error(self, slots: int, how: str, remedy: str) -> OutriderError:
         what = "all slots are" if self._slots > 1 else "the only slot is"
         if slots > 1 and self.free:
             what = f"all {slots} slots are needed, and {self._slots - self.free} are"
