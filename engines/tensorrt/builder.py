@@ -338,7 +338,7 @@ def _reason(messages: list[str]) -> str:
         )
         line = re.split(r"\.? +(?:In \w+ at /|\(See )", line)[0]
         return line.rstrip(" .)")[:200]
-    return "it gives no reason"
+    return "no reason was given"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ const ModelTable& find_table(const std::string& backend) {
   const auto get = reinterpret_cast<GetModelTable*>(dlsym(library, GET_MODEL_TABLE));
   const ModelTable* const table = get != nullptr ? get() : nullptr;
   if (table == nullptr || table->version != MODEL_TABLE)
-    fail(OUTRIDER_FAILED_BACKEND, path + " is of another version than liboutrider", remedy);
+    fail(OUTRIDER_FAILED_BACKEND, path + " belongs to another version of liboutrider", remedy);
   return *table;
 }
 

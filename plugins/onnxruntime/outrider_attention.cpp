@@ -59,7 +59,7 @@ template <int R> struct Rows {
 };
 
 // Rows of the caches, `bytes` each, to prefetch into the level 2 cache, one per key, or null. They
-// are read soon, and no processor prefetches them by itself.
+// are read soon, and no processor prefetches them on its own.
 struct Prefetch {
   const char* rows;
   int64_t bytes;

@@ -189,7 +189,9 @@ class TensorRtEngine(DeviceEngine):
         caches = cache_shapes(facts).keys()
         expected = {"input_ids", "position", "logits_index", "logits", *caches}
         if unexpected := names ^ (expected | {f"{name}_out" for name in caches}):
-            raise self._load_error(path, f"it is of another graph (tensor {min(unexpected)})")
+            raise self._load_error(
+                path, f"it was built from another graph (tensor {min(unexpected)})"
+            )
         for name in sorted(caches):
             if engine.get_aliased_input_tensor(f"{name}_out") != name:
                 raise self._load_error(path, f"it does not update {name} in place")
@@ -198,7 +200,7 @@ class TensorRtEngine(DeviceEngine):
         """The first error logged since the last call; the library reports reasons only in its
         log."""
         errors, self._logger.errors = self._logger.errors, []
-        return errors[0].strip().partition("\n")[0][:200] if errors else "it gives no reason"
+        return errors[0].strip().partition("\n")[0][:200] if errors else "no reason was given"
 
 
 class TensorRtRtxEngine(TensorRtEngine):

@@ -220,6 +220,10 @@ def _run(command: Callable[[], int]) -> int:
         failure = OutriderError(
             "memory", "not enough memory", "Use a smaller checkpoint, MAX_LEN or SLOTS."
         )
+    except ModuleNotFoundError as error:
+        print_tracebacks(error)
+        remedy = "Activate the environment: source .venv/bin/activate (make demo creates it)."
+        failure = OutriderError("backend", f"{error.name} is not installed", remedy)
     except OSError as error:
         if error.errno not in _DISK_REMEDIES:
             raise

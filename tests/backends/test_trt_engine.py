@@ -171,7 +171,7 @@ def refused(bench: Bench, cause: str, kind: str = "backend", **options: Any) -> 
             {}, {"error": "magic tag does not match\nat line 7"},
             "TensorRT-RTX 1.2.3 cannot load .*: magic tag does not match",
         ),
-        ({}, {"names": [*NAMES, "pixels"]}, r"it is of another graph \(tensor pixels\)"),
+        ({}, {"names": [*NAMES, "pixels"]}, r"it was built from another graph \(tensor pixels\)"),
         ({"in_place": False}, {}, "it does not update key_0 in place"),
     ],
     ids=["another version", "no engine", "another graph", "a cache that is copied"],
@@ -201,7 +201,7 @@ def test_slots_at_odd_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_context_that_cannot_be_made(bench: Bench) -> None:
     decoder = bench.decoder()
     bench.library.no_context = True
-    with pytest.raises(OutriderError, match="cannot make a context: it gives no reason") as caught:
+    with pytest.raises(OutriderError, match="cannot make a context: no reason was given") as caught:
         decoder.admit(REQUESTS[0])
     assert caught.value.kind == "memory"
 

@@ -260,6 +260,17 @@ def test_a_line_that_only_announces():
     assert first_line(ValueError()) == "ValueError"
 
 
+def test_a_package_that_is_not_installed(capsys):
+    """Fault: a traceback for whoever forgot to activate the environment."""
+
+    def work() -> int:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    with handlers_kept():
+        assert run_command(work) == EXIT_STATUS["backend"]
+    assert "numpy is not installed. Activate the environment" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["a full disk", "a closed pipe"])
 def test_what_print_left_in_the_buffer(name, monkeypatch):

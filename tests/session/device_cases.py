@@ -206,7 +206,7 @@ def test_every_allocation_may_fail(tmp_path: Path, driver: ctypes.CDLL) -> None:
 
 REFUSED = {
     "error": ("backend", "TensorRT cannot load .*: of version 9"),
-    "odd_tensor": ("backend", r"of another graph \(tensor odd\)"),
+    "odd_tensor": ("backend", r"built from another graph \(tensor odd\)"),
     "copies": ("backend", "does not update key_0 in place"),
     "half_logits": ("backend", "its logits are not float32"),
     "float_caches": ("backend", "key_0 has another type"),

@@ -94,7 +94,7 @@ def test_liboutrider_needs_none_of_it() -> None:
     ("missing", "message"),
     [
         ("engine", r"backend: the bundle needs liboutrider_tensorrt_engine.so: .*: Compile it"),
-        ("version", r"backend: .*engine.so is of another version than liboutrider: Compile it"),
+        ("version", r"backend: .*engine.so belongs to another version of liboutrider: Compile it"),
         ("driver", r"backend: there is no CUDA driver: .*: Install NVIDIA's driver"),
     ],
 )

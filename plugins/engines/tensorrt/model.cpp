@@ -93,7 +93,7 @@ std::string Log::take_error() {
   }
   found = found.substr(0, std::min<size_t>(found.find('\n'), 200));
   while (!found.empty() && (found.back() == '.' || found.back() == ' ')) found.pop_back();
-  return found.empty() ? "it gives no reason" : found;
+  return found.empty() ? "no reason was given" : found;
 }
 
 TensorRtModel::TensorRtModel(const ModelSpec& spec)
@@ -126,7 +126,7 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
     if (slots_ > 1 && caches_.back().slot_bytes % ALIGNMENT != 0)
       fail(OUTRIDER_FAILED_BACKEND,
            "slots of " + std::to_string(caches_.back().slot_bytes) + " bytes in " + name +
-               " are no multiple of " + std::to_string(ALIGNMENT),
+               " are not a multiple of " + std::to_string(ALIGNMENT),
            "Use one slot, or BACKEND=onnxruntime");
     need += slots_ * caches_.back().slot_bytes;
   }
@@ -220,10 +220,10 @@ void TensorRtModel::check_tensors(const std::string& file, DataType type) const 
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
     refuse_file_if(missing_tensors.erase(name) == 0,
-                   "it is of another graph (tensor " + name + ")");
+                   "it was built from another graph (tensor " + name + ")");
   }
   refuse_file_if(!missing_tensors.empty(),
-                 "it is of another graph (tensor " +
+                 "it was built from another graph (tensor " +
                      (missing_tensors.empty() ? "" : *missing_tensors.begin()) + ")");
   refuse_file_if(engine_->getTensorDataType("logits") != DataType::kFLOAT,
                  "its logits are not float32");
