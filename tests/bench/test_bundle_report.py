@@ -68,8 +68,8 @@ def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine()
     m = measurement()
     costs = replace(m.findings.costs, draft=3.0, verify=m.findings.costs.verify[:2])
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    dear = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
-    text = page.render("x", {}, findings_text(dear), dear)
+    costly = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
+    text = page.render("x", {}, findings_text(costly), costly)
     assert "use --gamma 0: no draft length gains" in text and "0.30 seconds" in text
     assert "seconds for a core" not in page.render("x", {}, findings_text(m), m)
 

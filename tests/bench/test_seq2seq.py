@@ -135,8 +135,8 @@ def test_what_is_read() -> None:
 
 
 def test_who_reads_sources() -> None:
-    few = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
-    assert few == {"outrider int8 plain", "outrider int8 draft", "ctranslate2 int8 plain"}
+    names = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
+    assert names == {"outrider int8 plain", "outrider int8 draft", "ctranslate2 int8 plain"}
     assert {"llama.cpp q4_0 plain"} < {s.name for s in systems(["llama.cpp"], ["int4"])}
 
 
@@ -210,8 +210,8 @@ def _check_known_output(pair: Pair, name: str, modes: tuple[str, ...], work: Pat
             assert text.tokens == seq2seq.greedy_output(shape, pair.target, first, 16), mode
             assert ("encode" in text.notes) == (shape.is_audio or name != "ctranslate2")
             assert 0 < text.notes.get("encode", 1e-9) < text.times[0]
-            asked = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
-            drawn = [result.tokens for one in asked for result in peer.generate(one)]
+            draws = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
+            drawn = [result.tokens for one in draws for result in peer.generate(one)]
             assert drawn[0] != text.tokens
         assert (
             0 < peer.facts["weights"] < 4 * pair.target.joinpath("model.safetensors").stat().st_size

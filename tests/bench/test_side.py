@@ -153,8 +153,8 @@ def test_who_gets_which_workload() -> None:
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = single_jobs(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
-    few = sum(system.takes_long_jobs for system in every)
-    assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
+    count = sum(system.takes_long_jobs for system in every)
+    assert {len(job.systems) for job in work if job.group == LENGTHS} == {count}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
     sizes = [[len(x) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
@@ -231,9 +231,9 @@ def test_checkpoints_of_ones_own(
 ) -> None:  # fmt: skip
     """Without a draft model no system drafts with one; goals apply only to the grown pair."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
-    few = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
+    options = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
     target, where = str(pair.TARGET), ["--work", str(tmp_path)]
-    assert SUITE.main([*few, "--model", target, *where]) == 0
+    assert SUITE.main([*options, "--model", target, *where]) == 0
     page, _, line = capsys.readouterr().out.strip().rpartition("\n")
     results = json.loads(line)
     assert results["pair"] == {"shape": "target", "alpha_wanted": None}

@@ -50,8 +50,8 @@ def transformers(
 
 
 def _texts(peer: Peer, mode: str, count: int = NEW_TOKENS, **options: float) -> list[Text]:
-    asked = (Request([prompt], count, mode, **options) for prompt in PROMPTS)
-    return [text for request in asked for text in peer.generate(request)]
+    requests = (Request([prompt], count, mode, **options) for prompt in PROMPTS)
+    return [text for request in requests for text in peer.generate(request)]
 
 
 def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:

@@ -144,8 +144,8 @@ def fault(words: list[str], known: list[tuple[str, ...]], stub: Path) -> str:
         return selection_error(rest)
     if program == "pip" or rest[:2] == ["-m", "pip"]:
         project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-        asked = re.findall(r"(?:^|\s)(?:\.|\S*outrider-\S*)\[([\w,]+)\]", " ".join(rest))
-        missing = {*",".join(asked).split(",")} - {"", *project["optional-dependencies"]}
+        extras = re.findall(r"(?:^|\s)(?:\.|\S*outrider-\S*)\[([\w,]+)\]", " ".join(rest))
+        missing = {*",".join(extras).split(",")} - {"", *project["optional-dependencies"]}
         return f"there is no extra {missing}" if missing else ""
     if program.startswith("--"):
         errors = [parser_error(*start, *words) for start in (GENERATE, *known)]

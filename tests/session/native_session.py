@@ -261,12 +261,12 @@ def tokens_match(python: Token, native: NativeToken) -> bool:
 def compare_runtimes(
     engine: TextEngine,
     session: NativeSession,
-    asked: Sequence[tuple[list[int], Mapping[str, Any]]],
+    jobs: Sequence[tuple[list[int], Mapping[str, Any]]],
     random: Random,
 ) -> int:
     """Run the requests in both runtimes, joining, advancing and leaving in step. Returns the number
     of tokens compared."""
-    decoder, waiting, compared = engine.decoder, list(asked)[::-1], 0
+    decoder, waiting, compared = engine.decoder, list(jobs)[::-1], 0
     active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
 
     def compare(number: int, expected: Sequence[Token]) -> None:

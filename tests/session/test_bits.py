@@ -92,12 +92,12 @@ def test_a_draft_that_cannot_read_every_token(workshop: Workshop) -> None:
     random = Random(7)
     with both(workshop.bundle(target, draft), slots=2, threads=1) as (engine, session):
         common = {**CHAINED, "gamma": 4, "logprobs": 2}  # log-probabilities of real tokens only
-        asked = [
+        jobs = [
             ([263, *prompt[:40], 263], {**common, "draft": kind, "seed": i})
             for i, (prompt, _) in enumerate(requests(engine, 8, random))
             for kind in ("model", "chain")
         ]
-        assert compare_runtimes(engine, session, asked, random) > 100
+        assert compare_runtimes(engine, session, jobs, random) > 100
 
 
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
 )
 def test_architectures(workshop: Workshop, name: str, weights: str | None) -> None:
     draft, random = workshop.checkpoint(name, blur=0.2), Random(name)
-    few = {"weights": weights, "draft_weights": weights} if weights else {}
-    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
+    options = {"weights": weights, "draft_weights": weights} if weights else {}
+    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **options)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
         assert session.facts.output_invariant == engine.bits.of_gamma
         assert compare_runtimes(engine, session, requests(engine, 60, random), random) > 500

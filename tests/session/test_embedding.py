@@ -194,7 +194,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     def of_target(**facts: object) -> Manifest:
         return of_pair(target=replace(target, **facts))
 
-    few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # one row fewer than a round needs
+    too_few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # one row fewer than a round needs
     unlisted = {name: file for name, file in odd.files.items() if name != "target/weights.bin"}
     for edited, kind, words in (
         (replace(odd, backend="aotinductor"), "backend", "aotinductor"),
@@ -209,7 +209,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         (of_target(encoder=EncoderFacts([[1, 1]], [[1, 1]])), "backend", "encoder-decoder"),
         (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
         (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
-        (of_target(states=few), "bundle", "about its states"),
+        (of_target(states=too_few), "bundle", "about its states"),
         (of_pair(draft=replace(pair.draft, key_shapes=[])), "bundle", "about its caches"),
     ):  # fmt: skip
         write_json(bundle / "manifest.json", "manifest", edited)

@@ -24,13 +24,13 @@ OK, BAD_PARAMETER, SLOT_FAILED = 0, 2, 5
 
 def flags_of(slots: Array) -> int:
     """The plan flags that these slots, [B] of kernel.SLOT, need."""
-    asks = {
+    needs = {
         cuda_kernel.FILTERS: (slots["top_k"] != 0) | (slots["top_p"] < 1) | (slots["min_p"] > 0),
         cuda_kernel.PENALTIES: (slots["repetition_penalty"] != 1) | (slots["suppress_rows"] > 0),
         cuda_kernel.BLOCK: slots["rule"] == kernel.RULES["block"],
         cuda_kernel.COUPLED: slots["rule"] == kernel.RULES["coupled"],
     }
-    return sum(flag for flag, asked in asks.items() if asked.any())
+    return sum(flag for flag, needed in needs.items() if needed.any())
 
 
 class OnGpu:
