@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: no test may wait for a network
+os.environ["HF_HUB_OFFLINE"] = "1"  # read on import: no test may wait for the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and workers share the cores
-# A shell that runs the tests in the background has them ignore Ctrl-C, and the commands they start.
+# A shell makes background jobs ignore SIGINT, and the commands that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays, so nobody's collection need look through it: the exporter asks
-    for several a model, and each took a third of a second."""
+    """Exclude the objects that imports created from garbage collection: the exporter runs several
+    collections per model, and each took a third of a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """One for all workers of a run: an export takes seconds."""
+    """The workshop that all workers of a run share: an export takes seconds."""
     from workshop import Workshop  # torch and Transformers: seconds that most tests do not need
 
     base = tmp_path_factory.getbasetemp()
@@ -47,31 +47,31 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="session")
 def llama_bundle(workshop: Workshop) -> Path:
-    """Of two small Llamas that disagree. Shared: not to be damaged."""
+    """A bundle of two small Llamas that disagree. Shared: do not modify it."""
     return workshop.bundle(*workshop.pair())
 
 
 @pytest.fixture(scope="session")
 def llama_graphs(workshop: Workshop) -> Path:
-    """What it was built from."""
+    """The graphs that `llama_bundle` was built from."""
     return workshop.graphs(*workshop.pair())
 
 
 @pytest.fixture
 def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the decoders of rounds.py sample with: "numpy", or another where it is asked for."""
+    """The sampler of the decoders in rounds.py: "numpy" unless parametrized."""
     monkeypatch.setattr(rounds, "SAMPLER", getattr(request, "param", "numpy"))
 
 
 @pytest.fixture
 def driver() -> FakeDriver:
-    """A GPU's driver that runs the emulated kernels."""
+    """A fake GPU driver that runs the emulated kernels."""
     return make_driver()
 
 
 @pytest.fixture
 def on_fake_gpu(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
+    """Make `load(..., device="cuda")` open this fake GPU, with engines that compute fake logits."""
     monkeypatch.setattr(opening, "Device", lambda ordinal, **_: make_device(driver, ordinal))
 
     def open_engine(

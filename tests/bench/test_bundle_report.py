@@ -1,4 +1,4 @@
-"""The report's page: on a tiny bundle, and of a measurement whose numbers are known."""
+"""The report page of a tiny bundle, and of a measurement with known numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MS = 1e-3
 
 
 def text_of(gamma: int, accepted: list[int]) -> Stats:
-    """Rounds in which a draft step takes 1 ms, and all else 7 + gamma."""
+    """Statistics of rounds in which a draft step takes 1 ms and the rest 7 + gamma ms."""
     stats = Stats(prompt_tokens=3, time_draft_prefill=14 * MS if gamma else 0)
     for n in accepted:
         stats.count_round(gamma, n, min(gamma, n + 1), n + 1)
@@ -64,12 +64,12 @@ def test_the_page_has_what_was_found_and_nothing_is_markup() -> None:
 
 
 def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine() -> None:
-    """Also: a bundle of one gamma has something for the plot."""
+    """Also: a bundle with a single gamma can be plotted."""
     m = measurement()
     costs = replace(m.findings.costs, draft=3.0, verify=m.findings.costs.verify[:2])
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    dear = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
-    text = page.render("x", {}, findings_text(dear), dear)
+    costly = Measurement(replace(m.findings, costs=costs, measured={1: 1.0}), few, lost=0.3)
+    text = page.render("x", {}, findings_text(costly), costly)
     assert "use --gamma 0: no draft length gains" in text and "0.30 seconds" in text
     assert "seconds for a core" not in page.render("x", {}, findings_text(m), m)
 
@@ -106,9 +106,9 @@ def test_the_page_of_a_bundle(
     image = base64.b64decode(source)
     assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 5000
     assert f"--out={out} --tokens=8 --temperature=0.0</td>" in text
-    # Offline: nothing is fetched, nothing runs.
+    # The page works offline: it fetches nothing and runs no scripts.
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<script", text)
-    page.check_page(out / page.PAGE_FILE)  # its own may be replaced
+    page.check_page(out / page.PAGE_FILE)  # a report page may be replaced
     (out / page.PAGE_FILE).write_text("x")
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
     assert "is not a report page" in error_line(capsys.readouterr().err, "disk")

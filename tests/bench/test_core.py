@@ -1,4 +1,4 @@
-"""What suites are made of: timing, orders, fits, costs, tables, prompts, the command line."""
+"""The building blocks of suites: timing, orders, fits, costs, tables, prompts, command line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_figure_leaves_disturbed_samples_out_while_there_are_enough() -> None:
     mixed = median_time([*quiet, *[Sample(0.5, lost=0.9)] * 20])
     assert mixed.ms == pytest.approx(10.04) and (mixed.kept, mixed.taken) == (9, 29)
     busy = median_time([Sample(0.02 + i, lost=0.1 + i / 100) for i in range(20)])
-    assert busy.kept == 0 and busy.ms == pytest.approx(2020)  # the least disturbed
+    assert busy.kept == 0 and busy.ms == pytest.approx(2020)  # from the least disturbed
 
 
 @pytest.mark.parametrize("count", [2, 3, 16])
@@ -76,7 +76,7 @@ def test_calls_take_turns() -> None:
     seen: list[str] = []
     calls = {name: lambda name=name: seen.append(name) for name in "ab"}
     taken = sample_in_turn(calls, rounds=3, patience=0.0)
-    assert "".join(seen) == "ab" + "ab" + "ba" + "ba"  # the first of each is the warm-up
+    assert "".join(seen) == "ab" + "ab" + "ba" + "ba"  # the first call of each is a warm-up
     assert {name: len(some) for name, some in taken.items()} == {"a": 3, "b": 3}
 
 
@@ -98,7 +98,7 @@ def test_a_power_law_is_recovered() -> None:
 
 
 def test_the_interval_of_an_exponent_is_student_s() -> None:
-    """With the two that a line takes off the degrees of freedom."""
+    """With two degrees of freedom fewer, for the two parameters of a line."""
     y = [x * (1.1 if i % 2 else 0.9) for i, x in enumerate(X)]
     fit, error = fit_power_law(X, y), linregress(np.log(X), np.log(y)).stderr
     assert fit is not None and fit.low < 1 < fit.high
@@ -111,7 +111,7 @@ def test_what_grows_beside_a_constant(constant: float, exponent: float) -> None:
     fit, line = fit_shifted_power_law(X, y), fit_power_law(X, y)
     assert fit is not None and line is not None
     assert fit.exponent == pytest.approx(exponent) and fit.constant == pytest.approx(constant)
-    assert line.exponent < 0.7 * exponent and line.worst > 0.02  # control: no power law
+    assert line.exponent < 0.7 * exponent and line.worst > 0.02  # control: no pure power law
 
 
 def test_its_interval_under_noise_and_beside_nothing() -> None:
@@ -135,7 +135,7 @@ def test_a_spread_is_a_median_and_quartiles() -> None:
 
 
 def a_round(gamma: int, accepted: int, catch_up: float = 0.0) -> tuple[RoundRecord, int]:
-    """And how many drafts stood."""
+    """A round, and the number of accepted drafts."""
     draft = gamma * DRAFT
     seconds = catch_up + draft + STEP + gamma * WIDER
     return RoundRecord(gamma, seconds, catch_up, draft), accepted
@@ -158,7 +158,7 @@ def test_a_text_s_time_has_no_prompt_in_it_but_all_later_reading() -> None:
 def test_costs_come_from_rounds() -> None:
     plain = a_run(*[a_round(0, 0)] * 20)
     rounds = [*[a_round(4, 1)] * 20, *[a_round(2, 2)] * 20, a_round(3, 0)]
-    run, slow = a_run(*rounds), RoundRecord(3, 9.0, 0.0, 0.0)  # one round says nothing
+    run, slow = a_run(*rounds), RoundRecord(3, 9.0, 0.0, 0.0)  # a single round is ignored
     found = costs_from_rounds([plain], [replace(run, rounds=[*run.rounds, slow])], 6)
     assert found.plain == pytest.approx(STEP)
     assert found.draft == pytest.approx(DRAFT / STEP)
@@ -199,7 +199,7 @@ def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
     assert traffic.round_bytes() == 1000 and traffic.round_bytes(4) == 1360
 
 
-# Texts decoded in several ways
+# Requests decoded in several ways
 
 
 def test_gains_and_quiet_texts() -> None:
@@ -229,7 +229,7 @@ def test_disturbed_texts_are_decoded_again_while_there_is_patience(
 
 
 class Letters:
-    """A tokenizer. size: letters of a token. same: whether all tokens are."""
+    """A tokenizer. size: letters per token. same: whether all tokens are the same."""
 
     def __init__(self, size: int = 1, same: bool = False):
         self.size, self.same = size, same
@@ -299,7 +299,7 @@ SUITE = Suite(
 
 
 def render_page(suite: Suite, results: dict[str, Any]) -> str:
-    """What is told of results that have been a line of JSON."""
+    """The heading and tables of results, after a round trip through JSON."""
     read = json.loads(json.dumps(results))
     tables = (table.text(markdown=True) for table in suite.tables(read))
     return "\n".join([suite.heading(read), *tables])
@@ -317,7 +317,8 @@ def test_a_suite_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is measured, where the place's name does not depend on that."""
+    """The refusal comes before any measurement if the place's name does not depend on results;
+    otherwise the results are still printed."""
     measured, page = [], tmp_path / "page.md"
 
     def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -346,7 +347,8 @@ def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
 
 
 def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--update` is there where tables have places, `--threads` where something reads it."""
+    """`--update` exists only if tables have places, `--threads` only if the suite uses it. Others
+    refuse the option instead of ignoring it."""
     (tmp_path / "page.md").touch()
     for main, options in (
         (SUITE.main, ["--update", str(tmp_path / "page.md")]),
@@ -368,18 +370,18 @@ def test_a_program_that_cannot_be_or_fails(
     monkeypatch.setattr(embed, "find_library", lambda: tmp_path / "liboutrider.so")
     assert embed.SUITE.main(["--engines", str(tmp_path)]) == EXIT_STATUS["backend"]
     assert "CXX=/nowhere was not found" in error_line(capsys.readouterr().err, "backend")
-    for said, told in (
+    for stderr, cause in (
         ("error: x is no bundle. Build y.", "x is no bundle. Build y."),
         ("", "with status 7"),
     ):
-        with pytest.raises(OutriderError, match=told):
-            embed.run_program(["sh", "-c", f"echo '{said}' >&2; exit 7"])
+        with pytest.raises(OutriderError, match=cause):
+            embed.run_program(["sh", "-c", f"echo '{stderr}' >&2; exit 7"])
 
 
 def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in command_line.SUITES)
+    output = capsys.readouterr().out
+    assert all(f"  {name} " in output for name in command_line.SUITES)
     assert command_line.main(["nothing"]) == EXIT_STATUS["option"]
     assert "there is no suite nothing" in error_line(capsys.readouterr().err, "option")
 
@@ -397,5 +399,5 @@ def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="half"):
             cached_folder(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
         cached_folder(folder, [source], lambda n=number: made.append(n))
-        folder.rmdir()  # somebody has removed what was made
+        folder.rmdir()  # as if a user had removed the result
     assert made == [1, 2, 3]

@@ -1,5 +1,5 @@
-"""The benchmarks of drafts and policies: on made-up rounds, and on the bundled pair with texts so
-short that their figures mean nothing."""
+"""The benchmarks of drafts and policies: on made-up rounds, and on the bundled pair with outputs
+too short for meaningful figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[..., dict[str, Any]]
 
 
 def test_figures_of_a_group_are_of_its_undisturbed_texts() -> None:
-    """alpha counts all texts, gains and the theorem's costs only those that nothing disturbed."""
+    """alpha counts all requests; speed-ups and the theorem's costs only the undisturbed ones."""
     plain, ways = a_run(*[a_round(0, 0)] * 20), {"2": (2, 1), "4": (4, 3)}
     texts = [
         {drafts.PLAIN: plain, **{name: a_run(*[a_round(*x)] * 10) for name, x in ways.items()}}
@@ -48,13 +48,13 @@ def test_figures_of_a_group_are_of_its_undisturbed_texts() -> None:
         {"section": s, "name": "model", **found} for s in (drafts.TABLE_3, drafts.DRAFT_TEMPERATURE)
     ]
     best, every = drafts.tables({"groups": [groups[0], {**groups[1], "lost": 0.5}]})
-    # Of Table 3 the best gamma alone, with alpha of all.
+    # Table 3 shows only the best gamma, with the alpha of all gammas.
     assert [row[:2] for row in best.rows] == [["model, 2", "0.667"]]
     assert [row[:2] for row in every.rows] == [["model, 2 *", "0.500"], ["model, 4 *", "0.750"]]
 
 
 def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
-    """Two drafts a round, one of which stands, beat plain decoding; four in vain do not."""
+    """Two drafts per round with one accepted beat plain decoding; four rejected ones do not."""
     good, bad, plain = ([a_round(*x)] * n for x, n in (((2, 1), 10), ((4, 0), 20), ((0, 0), 20)))
     ways = {
         "0": plain,
@@ -95,7 +95,7 @@ def bundle(workshop: Any) -> str:
 
 @pytest.fixture
 def run_suite(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A benchmark's JSON object, which names no path."""
+    """A function that runs a benchmark and returns its JSON object, which names no path."""
 
     def make(suite: Any, scale: Any) -> dict[str, Any]:
         monkeypatch.setattr(suite, "collect", lambda: corpus)
@@ -148,7 +148,7 @@ def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
     taught = runs.fresh_engine(engine)
     runs.decode(Way(taught, {**code[1], "gamma": "auto"}), code[0][0], 12, 0)
     untaught, learned = (x.decoder.costs["model"].gamma_to_time(1) for x in (engine, taught))
-    assert untaught == 0 and learned != 0  # the gamma that is to be timed first
+    assert untaught == 0 and learned != 0  # the gamma to be timed next
 
 
 @slow
@@ -156,7 +156,7 @@ def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
 def test_every_gamma_tells_the_same_text_with_the_same_coins(
     engine: TextEngine, temperature: float
 ) -> None:
-    """At temperature 0 nothing is left to luck: then rounds are those of the engine itself."""
+    """At temperature 0 nothing is random, so the rounds are also those of the engine itself."""
     fixed, sampler = replay.replaying_engine(engine)
     prompt = engine.tokenizer.encode("import ")
     sampler.text = text = replay.sample_text(engine, prompt, 40, 3, {"temperature": temperature})
@@ -182,7 +182,8 @@ def test_every_gamma_tells_the_same_text_with_the_same_coins(
 def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
     engine: TextEngine, corpus: Corpus
 ) -> None:
-    """In the mean of texts; the control is a draft of temperature 3, and the difference is seen."""
+    """Replayed acceptance agrees with free decoding on average. Control: a draft at temperature 3
+    is accepted visibly less."""
     fixed, sampler = replay.replaying_engine(engine)
     prompts = Prompts(engine.tokenizer, corpus.held_out).many("completion", 12, 32)
 

@@ -1,5 +1,5 @@
-"""The benchmark of engines on a GPU, without one: its pairs, its checks and its times run to their
-ends on the CPU, and the checks see what is wrong."""
+"""The benchmark of engines on a GPU, run without one: its pairs, checks and timings complete on the
+CPU, and the checks detect faults."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IDS = torch.arange(200)
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the tiny pair, without weights. Shared."""
+    """Graphs of the tiny pair, without weights. Shared: do not modify."""
     folder, pair = tmp_path_factory.mktemp("unwritten"), SHAPES["tiny"]
     for role in ROLES:
         unwritten.write_graph(pair.shape(role), 256, 272, folder / role, "", folder / "config")
@@ -58,7 +58,7 @@ def programs(folder: Path) -> dict[str, torch.export.ExportedProgram]:
 
 
 def program_logits(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
-    """Its logits [N, V]."""
+    """The program's logits [N, V]."""
     assert program.example_inputs is not None
     (*_, keys, values), _ = program.example_inputs
     caches = [[x.new_zeros(1, x.shape[1], 272, x.shape[3]) for x in s] for s in (keys, values)]
@@ -70,7 +70,8 @@ def program_logits(program: torch.export.ExportedProgram, ids: torch.Tensor) -> 
 
 
 def test_a_graph_without_its_weights_takes_no_room(graphs: Path) -> None:
-    """But has their places, and the few numbers that are no weights."""
+    """The weight file is sparse: it has the size of the weights and takes almost no disk space. The
+    few constants that are not weights are there."""
     for role, program in programs(graphs).items():
         facts = (graphs / role / WEIGHTS_FILE).stat()
         assert 512 * facts.st_blocks < 2**16 < 2**20 < facts.st_size
@@ -81,8 +82,8 @@ def test_a_graph_without_its_weights_takes_no_room(graphs: Path) -> None:
 
 @pytest.mark.slow
 def test_noise_sets_the_acceptance(graphs: Path) -> None:
-    """And without it the draft is the target: a bigram model, whatever its layers compute, which
-    NumPy knows."""
+    """Without noise the draft equals the target: a bigram model, whatever its layers compute, whose
+    output NumPy can predict."""
     at_0, at_1 = [], []
     for delta in (0.0, 0.1, 0.5):
         made = programs(graphs)
@@ -99,7 +100,7 @@ def test_noise_sets_the_acceptance(graphs: Path) -> None:
             wrong = [*best[:-6], *(token ^ 1 for token in best[-6:])]
             assert not check_bigram(made[role].state_dict, IDS.tolist(), wrong)["passed"]
         if not delta:
-            assert (p - q).abs().max() <= 2**-3  # a rounding of the largest ones
+            assert (p - q).abs().max() <= 2**-3  # the rounding of the largest logits
             assert p.std() == pytest.approx(constructed.LOGIT_STD, rel=0.1)
             assert torch.equal(program_logits(made["target"], IDS.flip(0)).flip(0), p)
     for rates in (at_0, at_1):
@@ -108,7 +109,7 @@ def test_noise_sets_the_acceptance(graphs: Path) -> None:
 
 
 def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> None:
-    """And their numbers."""
+    """Their values are unchanged too."""
     made = programs(graphs)
     with torch.no_grad():
         fill_weights(made["target"].state_dict, made["draft"].state_dict)
@@ -119,8 +120,8 @@ def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> Non
 
 
 def test_layers_compute_and_add_nothing(graphs: Path) -> None:
-    """No product has a matrix of zeros, which a GPU multiplies faster than others; and what a layer
-    adds is lost when the sum is rounded. The control: sixteen times as much is not."""
+    """No matrix is zero, which a GPU would multiply faster; what a layer adds is lost when the sum
+    is rounded. Control: 64 times as much is not lost."""
     made = programs(graphs)
     weights = made["target"].state_dict
     with torch.no_grad():
@@ -136,7 +137,7 @@ def test_layers_compute_and_add_nothing(graphs: Path) -> None:
 
 
 def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
-    """The reference has the numbers that the GPU computes with."""
+    """The reference has the same rounded weights as the GPU."""
     write_bundled(tmp_path)
     paths = tmp_path / "target", TARGET
     ours, theirs = (_model(path, torch.float32).named_parameters() for path in paths)
@@ -148,7 +149,7 @@ def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
 
 
 def folder_of(folder: Path, target: Path, draft: Path, bundle: Path) -> Path:
-    """As `suite.bundled_pair_parts` makes it, with the bundle as its own reference."""
+    """A folder as `suite.bundled_pair_parts` makes it, with the bundle as its own reference."""
     for name, place in ("target", target), ("draft", draft), ("bundle", bundle):
         (folder / name).symlink_to(place)
     (folder / "reference").symlink_to(bundle)
@@ -157,7 +158,7 @@ def folder_of(folder: Path, target: Path, draft: Path, bundle: Path) -> Path:
 
 @pytest.fixture
 def built(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pair whose texts depend on their caches, by ONNX Runtime in place of a GPU."""
+    """A pair whose output depends on its caches, on ONNX Runtime in place of a GPU."""
     monkeypatch.setattr(checks, "EXTRA_TOKENS", -60)  # of 137 rows, one call of this bundle
     monkeypatch.setattr(times, "DTYPE", "float32")
     target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.02)
@@ -178,7 +179,7 @@ def test_the_checks_pass(built: Path) -> None:
 
 
 def negated(engine: Any, role: str) -> Any:
-    """The engine, with another sign of one model's logits."""
+    """The engine, with one model's logits negated."""
     model = getattr(engine.decoder, role)
     forward = model.forward
 
@@ -244,7 +245,7 @@ def test_the_times_run_to_their_end(built: Path) -> None:
     assert plain["tau"] == 1 and "ratio" not in plain and row["rounds"] >= 6
     assert row["bytes"] > plain["bytes"] > 0 and row["theorem_3_8"] > 0
     assert row["ratio"]["median"] > 0
-    left = row["ratio_with_rounds_left"]  # on a CPU there is none
+    left = row["ratio_with_rounds_left"]  # a CPU leaves no rounds in flight
     assert left == pytest.approx(row["ratio"]["median"], rel=1e-3)
     both = {**report["transformers"], **report["transformers_static"]}
     peers = [found for name, found in both.items() if name.startswith("transformers")]
@@ -255,7 +256,7 @@ def test_the_times_run_to_their_end(built: Path) -> None:
 def test_what_breaks_is_named_and_breaks_nothing_else(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check without what it is held against, a section that raises."""
+    """A check whose reference is missing, and a section that raises."""
     (built / "reference").unlink()
     checked = run_sections(Checks(built, "cpu", quick=True), ["texts", "graphs"])
     assert "reference" in checked["texts"]["reason"] and not checked["passed"]
@@ -272,7 +273,8 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
 
 @pytest.mark.slow
 def test_all_of_it(tmp_path: Path) -> None:
-    """As on a GPU, with AOTInductor on the CPU: the pairs, their bundles, times and checks."""
+    """All of the benchmark, with AOTInductor on the CPU: the pairs, their bundles, timings and
+    checks."""
     limits, log = (600, 600), (tmp_path / "log").open("w")
     tiny = suite.timed_pair_parts("tiny", tmp_path, limits, limits, device="cpu")
     results = {}
@@ -289,11 +291,11 @@ def test_all_of_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-# A round from inside
+# Profile of a round
 
 
 def a_round(models: int, begin: float = 0.0) -> list[Kernel]:
-    """So many kernels of 3 us between the first and the last, which take 1 us, 1 us apart."""
+    """`models` kernels of 3 us between a first and a last kernel of 1 us, all 1 us apart."""
     starts = [begin + 2 + 4 * i for i in range(models + 1)]
     inner = [Kernel("gemm", at, at + 3) for at in starts[:-1]]
     last = Kernel(profiling.LAST, starts[-1], starts[-1] + 1)
@@ -316,7 +318,7 @@ def test_a_round_from_inside() -> None:
 
 
 def test_a_loop_that_is_refused(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
-    """Is told in one line, and the time of what runs instead is not taken for it."""
+    """The refusal is reported in one line; the fallback's time is not reported as the loop's."""
 
     def opened(**how: Any) -> Any:
         return load(llama_bundle, device="cuda", verify=False, **how)
@@ -335,7 +337,8 @@ def test_the_gpus_side(
     llama_bundle: Path, on_fake_gpu: FakeDriver, workshop: Workshop, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Draft and target are one fake, so all is accepted; the reference is another model."""
+    """Draft and target are the same fake, so all tokens are accepted; the reference is another
+    model."""
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(times, "transformers_model", lambda *_: None)

@@ -1,4 +1,4 @@
-"""make gpu-check without a GPU: it runs to its end, and a part that breaks breaks nothing else."""
+"""`make gpu-check` without a GPU: it completes, and a part that fails does not affect others."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_gpu_part_is_skipped_by_name(tmp_path, monkeypatch):
 
 
 def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
-    """A failure, a part that hangs with a child of its own, one that writes half a result, and one
-    that leaves an earlier run's."""
+    """A part that fails, one that hangs with a child process, one that writes half a result, and
+    one that leaves an earlier run's result in place."""
     child = "import time; time.sleep(60)"
     hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     result, half, old = (tmp_path / name for name in ("r.json", "h.json", "old.json"))
@@ -77,7 +77,7 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
 
 
 def test_the_log_says_what_led_to_a_failure(tmp_path, a_gpu):
-    """A user reads one line; who cannot ask the machine again wants what it hides."""
+    """A user reads one line; the log keeps the details, since the machine may be gone."""
     fails = """
 from runtime.files.errors import OutriderError, run_command
 def work():
@@ -96,7 +96,7 @@ raise SystemExit(run_command(work))
 
 
 def test_what_cannot_be_ended_is_left(tmp_path, a_gpu, monkeypatch):
-    """A process whose kernel does not end stays in the driver when it is killed."""
+    """A process whose kernel does not end stays in the driver even when it is killed."""
     left, end = [], os.killpg
     monkeypatch.setattr(suite.os, "killpg", lambda group, _: left.append(group))
     monkeypatch.setattr(suite, "KILL_SECONDS", 0.1)
@@ -106,7 +106,7 @@ def test_what_cannot_be_ended_is_left(tmp_path, a_gpu, monkeypatch):
     ]
     report, _ = run_parts(tmp_path, 60, lambda out, sm: chosen)
     (group,) = left
-    end(group, signal.SIGKILL)  # it was there still
+    end(group, signal.SIGKILL)  # the process is still running
     assert outcomes(report) == {"stuck": "timed out", "fine": "ok"}
 
 
@@ -126,7 +126,7 @@ def test_one_call_and_what_it_rests_on(tmp_path, a_gpu):
 
 
 def test_the_plan(tmp_path):
-    """Commands that are understood, in calls of ten minutes; what each reads it also writes.
+    """Commands parse, calls take at most ten minutes, and a result that is read is also written.
     Bundles lie outside the report's folder, which is copied back."""
     parsers = {
         tuple(suite.ENGINES): measuring.parser(),
@@ -136,7 +136,7 @@ def test_the_plan(tmp_path):
     every = parts(tmp_path, "sm_90")
     for call in (1, 2, 3):
         assert sum(part.expected for part in every if part.call in (0, call)) <= 540
-    # The first two in a quarter of an hour, with a minute and a half for the machine to start.
+    # The first two calls fit into 15 minutes, including 90 seconds for the machine to start.
     assert sum(part.expected for part in every if part.call < 3) <= 15 * 60 - 90
     names = [part.name for part in every]
     assert names.index("1b+small: times") < names.index("8b+1b: build")
@@ -144,7 +144,7 @@ def test_the_plan(tmp_path):
     lines = suite.describe_calls(tmp_path)
     assert all(any(name in line for line in lines) for name in names)
     assert sum(part.limit for part in every if part.name.startswith("8b+1b: t")) < 300
-    understood = 0
+    parsed = 0
     for part in every:
         words = [str(word) for word in part.command]
         assert part.min_left < 570 and (part.writes is None or str(part.writes) in words)
@@ -153,5 +153,5 @@ def test_the_plan(tmp_path):
                 given = parser.parse_args(words[len(begin) :])
                 place = getattr(given, "folder", None) or Path(given.out)
                 assert tmp_path not in place.parents
-                understood += 1
-    assert understood == 2 * 2 + 7
+                parsed += 1
+    assert parsed == 2 * 2 + 7

@@ -1,4 +1,4 @@
-"""A grown checkpoint says what it said, in every direction of growth, and costs what it should."""
+"""A grown checkpoint keeps its output in every direction of growth, and has the intended size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.core.pair import SHAPES, TARGET, blur, grow, make
 from bench.core.pair.grow import Growth, grown_config, load_llama
 from runtime.files.errors import OutriderError
 
-EPS = 0.05  # so large that what is done to it shows
+EPS = 0.05  # large enough that changes to it show
 LAYERS, WIDE = {"num_hidden_layers": 5}, {"hidden_size": 96}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
 ALL = {"num_hidden_layers": 3, **WIDE, "intermediate_size": 200, **HEADS, "vocab_size": 700}
@@ -40,7 +40,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def difference(old: Any, new: Any) -> float:
-    """The largest, of the old tokens' logits behind random ones."""
+    """The largest difference of the old tokens' logits, on random input."""
     ids = torch.randint(VOCAB_SIZE, (2, 48), generator=torch.Generator().manual_seed(9))
     return float((logits(new, ids)[..., :VOCAB_SIZE] - logits(old, ids)).abs().max())
 
@@ -50,7 +50,7 @@ def difference(old: Any, new: Any) -> float:
 def test_logits_are_the_originals(
     workshop: Workshop, tmp_path: Path, sizes: dict[str, int], tied: bool
 ) -> None:
-    """More heads alone, since the group of a key's heads grows by them."""
+    """The case "heads" adds only query heads, which enlarges the group of each key head."""
     source = original(workshop, tie_word_embeddings=tied)
     grow.grow(source, tmp_path / "out", sizes)
     old, new = load_llama(source), load_llama(tmp_path / "out")
@@ -61,7 +61,7 @@ def test_logits_are_the_originals(
 
 
 def test_what_is_new_is_random_or_writes_nothing(grown: Path) -> None:
-    """And nothing is a denormal number, or beyond float16."""
+    """Also, no weight is denormal or out of float16's range."""
     model = load_llama(grown)
     for i, layer in enumerate(model.model.layers):
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -95,7 +95,7 @@ def test_new_ids_have_names_and_texts_the_old_ids(workshop: Workshop, grown: Pat
 
 @pytest.mark.parametrize(
     ("shape", "parameters"),
-    # As counted in the published checkpoints, Qwen's without its biases.
+    # Counts of the published checkpoints, Qwen's without its biases.
     [("smollm-135m", 134_515_008), ("0.5b", 494_032_768 - 27_648), ("1b", 1_235_814_400)],
 )
 def test_the_bundled_target_fits_the_named_shapes(shape: str, parameters: int) -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_left_that_came_out_wrong_and_nothing_replaced(
             grow.grow(source, out, WIDE)
     assert list(tmp_path.iterdir()) == []
     out.mkdir()
-    grow.grow(source, out, LAYERS)  # an empty folder will do
+    grow.grow(source, out, LAYERS)  # an empty folder may be used
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(OutriderError, match="cannot be replaced"):
         grow.grow(source, out, WIDE)
@@ -145,7 +145,7 @@ def test_a_draft_has_the_alpha_that_was_wanted(
     ids = torch.randint(33, 127, (16, CONTEXT), generator=torch.Generator().manual_seed(4))
     monkeypatch.setattr(blur, "_windows", lambda *_: ids[:8])
     blur.blur(source, out, 0.6)
-    # Computed otherwise, on other text.
+    # Computed in another way, on other text.
     p, q = (logits(load_llama(f), ids[8:]).flatten(0, 1).softmax(1).numpy() for f in (source, out))
     assert abs(np.minimum(p, q).sum(1).mean() - 0.6) < 0.03
 

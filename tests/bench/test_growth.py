@@ -1,4 +1,4 @@
-"""The growth benchmark, with processes whose times and sizes are proportional to what is asked."""
+"""The growth benchmark, with fake processes whose times and sizes grow in proportion."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bench.suites.growth import QUICK, SUITE, GrowthRun, make_point, run, tables
 from bench.systems.protocol import Request, StepsRequest, Text
 
 WEIGHTS = {"16m": 64 * 10**6, "46m": 184 * 10**6, "bundled": 22 * 10**6}
-opened: list[int] = []  # slots of processes that were asked for steps
+opened: list[int] = []  # slots of the processes that timed steps
 
 
 class FakePeer(FakeContext):
-    """10 ms for each slot and position, a second for 100 tokens of a prompt, 0.1 s a token."""
+    """10 ms per slot and position, a second per 100 prompt tokens, 0.1 s per new token."""
 
     def __init__(self, name: str, slots: int):
         weights = WEIGHTS[name]
@@ -46,7 +46,7 @@ class FakePeer(FakeContext):
 def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrowthRun:
     monkeypatch.setattr(GrowthRun, "start_peer", lambda self, name, slots=1: FakePeer(name, slots))
     monkeypatch.setattr(GrowthRun, "checkpoint", lambda self, name: pair.TARGET)
-    monkeypatch.setattr(MemoryReader, "bandwidth", 6.6e9)  # floors of 9.9: four digits tell rows
+    monkeypatch.setattr(MemoryReader, "bandwidth", 6.6e9)  # floors of 9.9: 4 digits resolve a row
     prompts, reader = Prompts(SPARSE, [*CODE, *PROSE]), MemoryReader(1, 1 << 22)
     scale = replace(QUICK, patience=0.0)
     return GrowthRun(scale, 1, tmp_path, prompts, reader, Clock())
@@ -55,7 +55,7 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrowthRun:
 def test_every_curve_and_what_is_told_of_it(growing: GrowthRun) -> None:
     opened.clear()
     results = run(growing)
-    # The processes of all places take turns, every other one backwards.
+    # The processes of all points take turns, every other pass in reverse order.
     assert opened == [1, 1, *growth.SLOTS, *reversed(growth.SLOTS), *[1] * 6]
     found = {name: section["curves"] for name, section in results["sections"].items()}
     assert {name: set(curves) for name, curves in found.items()} == {

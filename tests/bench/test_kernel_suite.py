@@ -1,5 +1,5 @@
-"""The formulas of the kernel's suite against the rules themselves, and the suite on shapes so small
-that their figures mean nothing."""
+"""The formulas of the kernel suite compared with the rules themselves, and the suite on shapes too
+small for meaningful figures."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def logits_of(rows, seed, vocab_size):
 
 
 def compared(library, seed, scale, other=None):
-    """What a position emits, and how often a draft token stands: by every outcome of the rule, and
-    by formula, of `other` scale. scale: None for the exact rule."""
+    """The distribution that a position emits and the acceptance rate, by enumeration of the rule
+    and by formula. scale: None for the exact rule. other: another scale for the formula."""
     models = Models(seed, 1, scale=3.0)
     for row in (models.target[0], models.draft[0]):
         row[np.isinf(row)] = 0
@@ -75,7 +75,7 @@ def test_at_the_published_scales_the_output_is_the_drafts():
         assert results[scale]["to_draft"] < 1e-3
         assert results[scale]["to_target"] == pytest.approx(exact["to_draft"], abs=1e-3)
     p = sigmoid.softmax(logits_of(40, 1, 500)[0])
-    same, rate = sigmoid.emitted_distribution(p, p, p, p)  # nothing is left to redraw from
+    same, rate = sigmoid.emitted_distribution(p, p, p, p)  # an empty residual
     assert sigmoid.total_variation(same, p).max() < 1e-14 and rate == pytest.approx(1)
 
 
@@ -91,7 +91,7 @@ def test_standard_errors_are_over_documents():
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
-    """The logits are other ones when the kernel sees them."""
+    """The kernel is given other logits than NumPy."""
     real = Round.verify
 
     def other(self, sampler):
@@ -127,7 +127,7 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
 
 
 def test_the_suite(monkeypatch, tmp_path, capsys):
-    """A run at small sizes, and its tables' places in the document."""
+    """Runs at small sizes and puts the tables into their places in the document."""
     for module, name, value in (
         (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
         (times, "SLOTS_PER_SAMPLE", 2), (suite, "GOAL", (2_048, 2, 1)),
@@ -139,17 +139,17 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
     document = tmp_path / "page.md"
     document.write_text((DOCS / "paper.md").read_text())
     assert suite.main(["--update", f"{document}"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "at most 5 %",
         "at least 5",
         "at least 94 %",
         "±1,000 (used in the paper for speech)",
     ):
-        assert text in said
-    results = json.loads(said.splitlines()[-1])
+        assert text in output
+    results = json.loads(output.splitlines()[-1])
     assert len(results["points"]) == len(suite.VARIANTS) - len(suite.RULES) + 3
     tables = [table for table in suite.tables(results) if table.name]
     assert len(tables) == 3
-    # Of one sample each, so marked as disturbed.
+    # Each has only one sample, so it is marked as disturbed.
     assert "| V = 2,048 * |" in document.read_text() == insert_tables(document.read_text(), tables)

@@ -1,4 +1,4 @@
-"""What quantising costs, on the bundled draft; llama.cpp's rows where its binding is installed."""
+"""The quality lost by quantising the bundled draft; llama.cpp's rows if its binding is present."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bench.systems import SYSTEMS
 
 def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
     assert SUITE.main(["--quick", "--threads", "1", "--model", str(DRAFT)]) == 0
-    said = capfd.readouterr().out
-    results = json.loads(said.splitlines()[-1])
+    output = capfd.readouterr().out
+    results = json.loads(output.splitlines()[-1])
     eight, four = results["rows"]["Outrider int8"], results["rows"]["Outrider int4"]
     assert 0 < eight["kl"] < 1e-3 < four["kl"] < 0.05
     assert 4.5 < four["bits"] < eight["bits"] == pytest.approx(8.5, abs=0.01)
     if missing := SYSTEMS["llama.cpp"].missing_reason():
-        assert f"llama.cpp: {missing}." in said
+        assert f"llama.cpp: {missing}." in output

@@ -1,5 +1,5 @@
-"""Encoder-decoders in the side-by-side benchmark: pairs that say what is known, and who reads
-sources."""
+"""Encoder-decoders in the side-by-side benchmark: pairs with known output, and the systems that
+read sources."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def logits(model: Any, shape: Seq2SeqShape, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(pair: Pair) -> None:
-    """The formula against the models as Transformers runs them, source, layers and all."""
+    """The formula is compared with the full models, source and layers included, in Transformers."""
     shape = TINY[pair.shape]
     ids = torch.randint(1, 4100, (200,), generator=torch.Generator().manual_seed(3))
     p, q = (logits(load(folder, shape), shape, ids) for folder in (pair.target, pair.draft))
-    said = [seq2seq.greedy_output(shape, pair.target, int(token), 1)[0] for token in ids[:40]]
-    assert (p[:40].argmax(-1) == torch.tensor(said)).sum() >= 39  # a tie may fall otherwise
-    assert len(set(said)) > 30
+    known = [seq2seq.greedy_output(shape, pair.target, int(token), 1)[0] for token in ids[:40]]
+    assert (p[:40].argmax(-1) == torch.tensor(known)).sum() >= 39  # a tie may be broken differently
+    assert len(set(known)) > 30
     p, q = p.softmax(-1), q.softmax(-1)
     assert abs(float(torch.minimum(p, q).sum(-1).mean()) - 0.8) < 0.06
     assert float(p[:, seq2seq.END_OF_TEXT].max()) < 1e-4
-    if shape.is_audio:  # one encoder
+    if shape.is_audio:  # both share one encoder
         weights = (load(f, shape).get_encoder().state_dict() for f in (pair.target, pair.draft))
         one, other = weights
         assert all(torch.equal(one[name], other[name]) for name in one | other)
@@ -87,7 +87,7 @@ def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(pair: Pair) -> N
 
 @pytest.mark.parametrize(
     ("name", "target", "draft"),
-    # As counted in the published checkpoints; nobody has published the draft of two layers.
+    # Counts of the published checkpoints; the draft of two layers has not been published.
     [("t5-base", 222_903_552, 60_506_624), ("whisper-small", 241_734_912, None)],
 )
 def test_the_named_shapes_have_as_many_parameters(
@@ -102,7 +102,7 @@ def test_the_named_shapes_have_as_many_parameters(
 
 
 def test_a_step_reads_the_matrices_that_it_multiplies_with(pair: Pair) -> None:
-    """Those of modules that run for one more token, whatever they are called."""
+    """The matrices are those of modules that run for one more token, whatever their names."""
     shape = TINY[pair.shape]
     model = load(pair.target, shape)
     given = {model.main_input_name: torch.tensor(source(shape))[None]}
@@ -126,34 +126,34 @@ def test_a_step_reads_the_matrices_that_it_multiplies_with(pair: Pair) -> None:
 
 
 def test_what_is_read() -> None:
-    said = list(range(5000, 5096))
-    ids = make_source(np.random.default_rng(0), said, 400, 4000)
+    output = list(range(5000, 5096))
+    ids = make_source(np.random.default_rng(0), output, 400, 4000)
     text = " ".join(map(str, ids))
-    found = [" ".join(map(str, said[i : i + PIECE])) in text for i in range(0, 96, PIECE)]
+    found = [" ".join(map(str, output[i : i + PIECE])) in text for i in range(0, 96, PIECE)]
     assert len(ids) == 400 and found == [True, False] * 3
     assert max(make_source(np.random.default_rng(0), [], 30, 4000)) < 4000
 
 
 def test_who_reads_sources() -> None:
-    few = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
-    assert few == {"outrider int8 plain", "outrider int8 draft", "ctranslate2 int8 plain"}
+    names = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
+    assert names == {"outrider int8 plain", "outrider int8 draft", "ctranslate2 int8 plain"}
     assert {"llama.cpp q4_0 plain"} < {s.name for s in systems(["llama.cpp"], ["int4"])}
 
 
 class FakePeer(FakeContext):
-    """Encodes in a tenth of a second, and says a token each hundredth."""
+    """Encodes in 0.1 s, then generates a token every 0.01 s (Transformers: every 0.04 s)."""
 
     facts: ClassVar[dict[str, Any]] = {
         "load_seconds": 0.5, "weights": 10**7, "draft_weights": 10, "cache_element": 4,
     }  # fmt: skip
-    asked: ClassVar[list[Request]] = []
+    requests: ClassVar[list[Request]] = []
 
     def __init__(self, name: str, target: Path, **options: Any):
         self.step = {"outrider": 0.01, "transformers": 0.04, "ctranslate2": 0.01}[name]
         assert options["max_len"] == 448
 
     def generate(self, request: Request) -> list[Text]:
-        self.asked.append(request)
+        self.requests.append(request)
         step = self.step / (2 if request.mode == "draft" else 1)
         times = [0.1 + step * (1 + i) for i in range(request.new_tokens)]
         ids = list(range(len(times)))
@@ -168,18 +168,18 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
 ) -> None:
     name = pair.shape
     monkeypatch.setattr(measuring, "Peer", FakePeer)
-    monkeypatch.setattr(FakePeer, "asked", [])
+    monkeypatch.setattr(FakePeer, "requests", [])
     monkeypatch.setitem(SEQ2SEQ, name, TINY[name])
     chosen = systems(list(SYSTEMS), ["float32"], "seq2seq")
     work = jobs(SCALE, pair, chosen, (0.0, 1.0))
     side = SideRun(pair, 1, tmp_path, Clock(), max_len=448, warm_ups=1)
     results = run(side, chosen, [work], None)
-    assert {request.begin[:-1] for request in FakePeer.asked} == {TINY[name].begin}
+    assert {request.begin[:-1] for request in FakePeer.requests} == {TINY[name].begin}
     cells = results["cells"]
     assert [cell["temperature"] for cell in cells] == [0, 1] * (1 if TINY[name].is_audio else 2)
     row = cells[0]["rows"][0]
     rows = 1500 if TINY[name].is_audio else 96
-    rows += len(TINY[name].begin) + 1 + 12  # and half of the text
+    rows += len(TINY[name].begin) + 1 + 12  # and half of the output
     floor = 10**7 + rows * row_bytes(pair.target, 4)
     assert row[PLAIN]["bytes"] == 23 * floor
     assert row[PLAIN]["encode"] == 0.1 and row[PLAIN]["whole"] == pytest.approx(0.34)
@@ -210,8 +210,8 @@ def _check_known_output(pair: Pair, name: str, modes: tuple[str, ...], work: Pat
             assert text.tokens == seq2seq.greedy_output(shape, pair.target, first, 16), mode
             assert ("encode" in text.notes) == (shape.is_audio or name != "ctranslate2")
             assert 0 < text.notes.get("encode", 1e-9) < text.times[0]
-            asked = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
-            drawn = [said.tokens for one in asked for said in peer.generate(one)]
+            draws = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
+            drawn = [result.tokens for one in draws for result in peer.generate(one)]
             assert drawn[0] != text.tokens
         assert (
             0 < peer.facts["weights"] < 4 * pair.target.joinpath("model.safetensors").stat().st_size

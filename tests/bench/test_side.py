@@ -1,4 +1,4 @@
-"""The side-by-side benchmark: what its figures are made of, and a run with made-up systems."""
+"""The side-by-side benchmark: how its figures are computed, and runs with fake systems."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SPARSE = Letters(16)
 
 
 def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) -> Text:
-    """A text whose rounds gave so many tokens."""
+    """An output whose rounds emitted these numbers of tokens."""
     times = [first + step * i for i, count in enumerate(rounds) for _ in range(count)]
     return Text(list(range(len(times))), times, [0.0] * len(times), notes=dict(notes))
 
 
 class FakeContext:
-    """What a peer's process is opened and closed as: nothing to do."""
+    """A context manager in place of a peer's process; it does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +87,12 @@ def test_the_floor_of_a_token_is_its_share_of_a_round_s_bytes() -> None:
     }
     found = figures_of([drafted], "draft", 5000)
     assert found["tau"] == 2 and found["floor"] == pytest.approx(1e3 * 1360 / 5000 / 2)
-    assert figures_of([drafted], "assistant", 5000)["floor"] is None  # nobody knows what it drafted
+    assert figures_of([drafted], "assistant", 5000)["floor"] is None  # its drafts are unknown
 
 
 def test_acceptance_follows_from_rounds_of_a_fixed_gamma() -> None:
-    """Rounds of 1 (rejected at once), 3 and 5 (all of 4) tokens; the last one does not count."""
+    """Rounds of 1 token (rejected at once), 3, and 5 (all 4 accepted); the last round does not
+    count."""
     found = draft_counts(text(2, 1, 3, 5, 1), "draft")
     assert found == {"accepted": 6, "examined": 1 + 3 + 4, "drafted": 12, "drafting": 3}
     assert draft_counts(text(2, 1, 3), "assistant") == {}
@@ -136,7 +137,7 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
         batches = {
             "group": TOGETHER,
             "rows": [{PLAIN: plain(9), BASE: plain(1)}] * 3,
-        }  # no part of it
+        }  # not part of the goals
         cells = [{"group": SHARED, "rows": [row]}, batches]
         return [goal["met"] for _, goal in goals({"cells": cells, "pair": {"shape": "1b"}, **more})]
 
@@ -152,15 +153,15 @@ def test_who_gets_which_workload() -> None:
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = single_jobs(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
-    few = sum(system.takes_long_jobs for system in every)
-    assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
+    count = sum(system.takes_long_jobs for system in every)
+    assert {len(job.systems) for job in work if job.group == LENGTHS} == {count}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
     sizes = [[len(x) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
 class FakePeer(FakeContext):
-    """Answers as fast as it is told, with facts of a model of 10 MB."""
+    """Generates at a fixed speed per system, with the facts of a 10 MB model."""
 
     facts: ClassVar[dict[str, Any]] = {
         "load_seconds": 0.5, "weights": 10**7, "draft_weights": 10, "cache_element": 4,
@@ -203,7 +204,7 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
 
 @pytest.fixture
 def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
-    """A run of systems that only pretend."""
+    """A run with fake systems."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     config = {
         "model_type": "llama",
@@ -216,7 +217,7 @@ def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
 
 
 def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
-    """Nor lengths that they are not measured at: a job that no system has is none."""
+    """Nor lengths at which they are not measured: a job without systems is dropped."""
     prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
     works = [single_jobs(FULL, prompts, chosen), batch_jobs(FULL, prompts, chosen)]
     cells = run(side, chosen, works, None)["cells"]
@@ -228,16 +229,16 @@ def test_checkpoints_of_ones_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     workshop: Workshop,
 ) -> None:  # fmt: skip
-    """Without a draft nothing that drafts; goals are about the grown pair."""
+    """Without a draft model no system drafts with one; goals apply only to the grown pair."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
-    few = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
+    options = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
     target, where = str(pair.TARGET), ["--work", str(tmp_path)]
-    assert SUITE.main([*few, "--model", target, *where]) == 0
-    said, _, line = capsys.readouterr().out.strip().rpartition("\n")
+    assert SUITE.main([*options, "--model", target, *where]) == 0
+    page, _, line = capsys.readouterr().out.strip().rpartition("\n")
     results = json.loads(line)
     assert results["pair"] == {"shape": "target", "alpha_wanted": None}
     assert results["systems"] == [PLAIN, "outrider lookup", BASE, "transformers lookup"]
-    assert "; target, gamma 4;" in said and "Goals" not in said
+    assert "; target, gamma 4;" in page and "Goals" not in page
     assert pair.from_checkpoints(pair.TARGET, pair.DRAFT).shape == "target and draft"
     for folder, cause in (
         (workshop.checkpoint("t5"), "is an encoder-decoder"),
@@ -251,7 +252,7 @@ def test_checkpoints_of_ones_own(
 
 
 def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Path) -> None:
-    """Of the whole: what is missing is noted once and costs no other figure."""
+    """Anything missing is noted once and affects no other figure."""
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
     works = [single_jobs(QUICK, prompts, chosen), batch_jobs(QUICK, prompts, chosen)]

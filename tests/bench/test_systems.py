@@ -1,6 +1,7 @@
-"""The decoders side by side: that they decode what they are given, and say what lacks.
+"""The compared systems decode what they are given, and report what they lack.
 
-Those whose packages are not installed are skipped; `python -m pip install '.[peers]'` brings them.
+Systems whose packages are not installed are skipped; `python -m pip install '.[peers]'` installs
+them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from bench.systems.worker import Arrivals
 
 MODES = {name: modes for (name, bits), modes in MEASURED["text"].items() if bits == "float32"}
 NEW_TOKENS = 48
-END_OF_TEXT = 0  # the checkpoints' end of text
+END_OF_TEXT = 0  # the checkpoints' EOS
 PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
-BATCH = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
+BATCH = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # same length, not used elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ def transformers(
 
 
 def _texts(peer: Peer, mode: str, count: int = NEW_TOKENS, **options: float) -> list[Text]:
-    asked = (Request([prompt], count, mode, **options) for prompt in PROMPTS)
-    return [text for request in asked for text in peer.generate(request)]
+    requests = (Request([prompt], count, mode, **options) for prompt in PROMPTS)
+    return [text for request in requests for text in peer.generate(request)]
 
 
 def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
@@ -59,7 +60,7 @@ def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(transformers: Peer) -> list[list[int]]:
-    """The greedy tokens of the prompts. One goes on after an end of text."""
+    """The greedy tokens of the prompts. One output continues after an EOS."""
     texts = [text.tokens for text in _texts(transformers, "plain")]
     assert any(END_OF_TEXT in tokens[:-1] for tokens in texts)
     assert all(len(set(tokens)) > 5 for tokens in texts)
@@ -67,7 +68,7 @@ def plain(transformers: Peer) -> list[list[int]]:
 
 
 def _check_greedy_tokens(peer: Peer, mode: str, plain: list[list[int]]) -> None:
-    """Greedily, in rounds that fit the mode, from a prompt of which nothing was kept."""
+    """Check greedy tokens, that rounds fit the mode, and that no part of the prompt was cached."""
     texts = _texts(peer, mode)
     assert [text.tokens for text in texts] == plain, mode
     for text in texts:
@@ -82,7 +83,8 @@ def _check_greedy_tokens(peer: Peer, mode: str, plain: list[list[int]]) -> None:
 
 
 def _check_batch(peer: Peer, mode: str = "plain") -> None:
-    """They say what each says alone, as far as an end of text, after which one may be padded."""
+    """Check that each prompt of a batch gives the same tokens as alone, up to an EOS, after which a
+    system may pad."""
     texts = peer.generate(Request(BATCH, 12, mode))
     assert len(texts) == len(BATCH)
     for prompt, text in zip(BATCH, texts, strict=True):
@@ -90,7 +92,7 @@ def _check_batch(peer: Peer, mode: str = "plain") -> None:
         size = alone.index(END_OF_TEXT) if END_OF_TEXT in alone else len(alone)
         assert size > 2 and text.tokens[:size] == alone[:size]
         assert len(text.times) == 12 and text.times == sorted(text.times)
-    assert mode != "plain" or texts[0].times[-1] == texts[1].times[-1]  # of one step
+    assert mode != "plain" or texts[0].times[-1] == texts[1].times[-1]  # from the same step
     assert texts[0].tokens != texts[1].tokens
 
 
@@ -140,8 +142,8 @@ def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
         transformers.time_steps(StepsRequest(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
         transformers.generate(Request([[]], 2))
-    assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # it goes on
-    with pytest.raises(ValueError, match="twice"):  # a cache of prefixes would show
+    assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # still usable
+    with pytest.raises(ValueError, match="twice"):  # a prefix cache would distort the times
         transformers.generate(Request([PROMPTS[1]], 2))
 
 
@@ -156,7 +158,7 @@ def test_tokens_of_a_round_share_its_time():
     assert text.tokens == [1, 2, 3, 4, 5] and other == Text()
     assert text.round_tokens() == [1, 2] and text.first_token.seconds == text.times[1]
     made = Text([1, 2, 3, 4], [1.0, 1.0, 1.5, 2.0], [0, 0, 0.1, 0.1])
-    token = time_per_token([made])  # of two tokens after the first round
+    token = time_per_token([made])  # over the two tokens after the first round
     assert token is not None and (token.seconds, token.lost) == pytest.approx((1 / 2, 0.1))
 
 
@@ -174,7 +176,7 @@ def test_rows_of_a_head_that_rotate_together_are_neighbours():
      ("qwen2", {}), ("qwen3", {})],
 )  # fmt: skip
 def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, options, workshop, tmp_path):
-    """What llama.cpp says with them is the slow test's, of Llama."""
+    """The slow test checks llama.cpp's output, for Llama."""
     gguf = pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
     file, checkpoint = tmp_path / "model.gguf", workshop.checkpoint(kind, **options)
     write(checkpoint, file)
@@ -183,7 +185,7 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, options, workshop, tmp_p
     source = dict(tensors(checkpoint))
     slower = stored.pop("rope_freqs.weight", None)
     assert len(stored) == len(source)
-    if kind == "llama3":  # the fastest as they are, the slowest by a factor of 8
+    if kind == "llama3":  # the fastest frequency is unchanged, the slowest 8 times slower
         assert (slower.data[0], slower.data[-1]) == pytest.approx((1, 8))
         rotary = AutoModelForCausalLM.from_pretrained(checkpoint).model.rotary_emb
         plain = rotary.config.rope_parameters["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
@@ -224,7 +226,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
     if (reason := SYSTEMS[name].missing_reason()) is not None:
         pytest.skip(reason)
     target, draft = pair
-    if name == "outrider":  # as if it had built the pair before
+    if name == "outrider":  # as if it had already built the pair
         folder, sources = pairs.bundle_sources(target, draft, tmp_path, max_len=CONTEXT)
         made = workshop.bundle(target, draft)
         cached_folder(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
@@ -242,7 +244,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
             _check_greedy_tokens(peer, mode, plain)
             one, again = (_tokens(peer, mode, 1) for _ in range(2))
             assert one != [tokens[:16] for tokens in plain], mode
-            # "auto" drafts by what rounds cost, and other rounds draw other tokens.
+            # "auto" chooses gamma by measured costs, and other rounds draw other tokens.
             assert mode == "auto" or one == again, mode
 
 
@@ -253,7 +255,7 @@ def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
     with Peer("llama.cpp", pair[0], precision="q8_0", work=tmp_path, max_len=CONTEXT) as peer:
         try:
             texts = _texts(peer, "plain")
-        except Unavailable as error:  # a compiler's fault: see the group in pyproject.toml
+        except Unavailable as error:  # a compiler bug: see the group in pyproject.toml
             pytest.skip(f"llama.cpp with q8_0: {error}")
         assert [text.tokens[:4] for text in texts] == [tokens[:4] for tokens in plain]
         with pytest.raises(Unavailable, match="no draft model"):

@@ -1,10 +1,11 @@
-"""The house as it stands: rooms, lines, arrows. `make map` prints it and fails where a rule breaks.
+"""The structure of the repository: rooms, lines, imports. `make map` prints it, and fails if a rule
+is broken.
 
-Imports go down the ladder and never in a circle. What a room takes from outside is in its table:
-what is installed is `runtime/` alone, and the rooms exchange files, not objects. A folder holds at
-most 12 modules, and three files with one prefix make a folder. No two classes of a room have one
-name. The round stays short, and so does docs/architecture.md. A line of Markdown has at most 100
-columns, tables aside.
+Imports go down the ladder and form no cycles. A room's imports from outside are listed in tables:
+only `runtime/` is installed, and the rooms exchange files, not objects. A folder holds at most 12
+modules, and three files with the same prefix must become a folder. Class names are unique within a
+room. The round stays short, and so does docs/architecture.md. Lines of Markdown have at most 100
+columns, except in tables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHECKOUT = Path(__file__).parents[2]
 MOST_MODULES, MOST_COLUMNS = 12, 100
 MOST_LINES = {"runtime/round.py": 150}
 MOST_WORDS = {"docs/architecture.md": 1200}
-# What stands further left may not import what stands further right. A name is a folder or a module.
+# A name may not import a name to its right. Names are folders or modules.
 LADDERS = {
     "runtime": [
         "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
@@ -37,8 +38,8 @@ EXPORTING = {
     "torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub",
     "safetensors", "tokenizers",
 }  # fmt: skip
-# Of third parties: what a room may import anywhere, and what only inside of functions, since a user
-# of another backend does not have it.
+# Third-party packages that a room may import anywhere, and those that it may import only in
+# functions, because users of another backend do not have them.
 OUTSIDE = {
     "runtime": (
         {"numpy", "tokenizers", "jinja2"},
@@ -47,22 +48,22 @@ OUTSIDE = {
     "export": (EXPORTING, {"onnxruntime"}),
     "engines": (set[str](), {"onnxruntime", "onnx", "torch", *GPU}),
 }
-# And of the other rooms, by prefix.
+# Modules of other rooms that a room may import, by prefix.
 SHARED = {"runtime": (), "export": ("runtime.files.", "runtime.drafts.tables"),
           "engines": ("runtime.files.",)}  # fmt: skip
 ROOMS = ("runtime", "export", "engines", "plugins", "bench", "tests", "examples")
 SOURCES = (".py", ".h", ".cuh", ".cpp", ".cu")
-OPENINGS = ("__init__.py", "__main__.py", "conftest.py")  # of a folder: no modules of their own
+OPENINGS = ("__init__.py", "__main__.py", "conftest.py")  # not counted as modules of their folder
 
 
 @dataclass(frozen=True)
 class Import:
-    """names: dotted, of which one suffices: `from a import b` is a, or the module a.b."""
+    """names: dotted alternatives: `from a import b` imports from a, or the module a.b."""
 
     line: int
     names: tuple[str, ...]
     relative: bool
-    lazy: bool  # in a function, or for the types alone
+    lazy: bool  # in a function, or only for type checking
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Room:
 
     @cached_property
     def folders(self) -> dict[Path, list[Path]]:
-        """The modules of each folder, without those that only open it."""
+        """The modules of each folder, without OPENINGS."""
         found = defaultdict(list)
         for module in self.modules:
             if module.name not in OPENINGS:
@@ -96,7 +97,7 @@ class Room:
 
     @cached_property
     def arrows(self) -> dict[Path, set[Path]]:
-        """Which modules of the room each Python module imports, lazily or not."""
+        """The modules of the room that each Python module imports, lazily or not."""
         known = {".".join(module.with_suffix("").parts): module for module in self.modules}
         known |= {
             ".".join(module.parent.parts): module
@@ -115,7 +116,7 @@ class Room:
                 found[module] = {known[name] for name in names if name in known} - {module}
         return found
 
-    def foreign(self) -> Iterator[str]:
+    def forbidden_imports(self) -> Iterator[str]:
         """A line for each import that the tables forbid."""
         anywhere, lazily = OUTSIDE[self.name]
         for module in self.modules:
@@ -133,11 +134,11 @@ class Room:
                         yield f"{self.name}/{module}:{found.line}: may not import {last}"
 
     def step(self, module: Path) -> str:
-        """Where it stands on the ladder: its folder, or itself."""
+        """The module's name on the ladder: its folder, or the module itself."""
         return module.parts[0] if len(module.parts) > 1 else module.stem
 
     def steps(self) -> dict[str, set[str]]:
-        """The arrows between the steps of the ladder."""
+        """The imports between the steps of the ladder."""
         found: dict[str, set[str]] = {
             self.step(module): set() for module in self.modules if module.parts[0] not in OPENINGS
         }
@@ -150,7 +151,7 @@ class Room:
     def faults(self) -> Iterator[str]:
         """A line for each rule that is broken."""
         if self.name in OUTSIDE:
-            yield from self.foreign()
+            yield from self.forbidden_imports()
         ladder = LADDERS.get(self.name)
         steps = self.steps()
         if ladder is not None:
@@ -160,7 +161,7 @@ class Room:
             for step, others in sorted(steps.items()):
                 for other in sorted(others):
                     if rank.get(step, 0) < rank.get(other, 0):
-                        yield f"{self.name}: {step} imports {other}, which stands above it"
+                        yield f"{self.name}: {step} imports {other}, which is above it"
         try:
             TopologicalSorter(steps if ladder else self.arrows).prepare()
         except CycleError as error:
@@ -173,7 +174,7 @@ class Room:
                 module.stem.split("_")[0] for module in modules if "_" in module.stem
             )
             for prefix, count in sorted(prefixes.items()):
-                if count > 2 and prefix not in ("test", "outrider"):  # names that others prescribe
+                if count > 2 and prefix not in ("test", "outrider"):  # required prefixes
                     yield f"{where}: {count} modules begin with {prefix}_: make it a folder"
         classes = defaultdict(list)
         for module in self.modules:
@@ -183,10 +184,10 @@ class Room:
                         classes[node.name].append(str(module))
         for name, places in sorted(classes.items()):
             if len(places) > 1:
-                yield f"{self.name}: class {name} stands in {' and '.join(places)}"
+                yield f"{self.name}: class {name} is defined in {' and '.join(places)}"
 
     def drawing(self) -> Iterator[str]:
-        """The room as lines of text: folders and modules with their lines, and what they import."""
+        """The room as lines of text: folders and modules with their line counts and imports."""
         total = sum(map(self.lines, self.modules))
         yield f"{self.name}/  {total:,} lines"
         steps = self.steps()
@@ -201,17 +202,17 @@ class Room:
                 yield f"          holds   {' '.join(names)}"
 
     def purpose(self, modules: list[Path]) -> str:
-        """What a step is for: the first sentence of its module, or of the one that opens it."""
+        """The purpose of a step: the first sentence of its module's or package's docstring."""
         first = next((m for m in modules if m.name == "__init__.py"), modules[0])
-        said = ast.get_docstring(self.tree(first)) if first.suffix == ".py" else None
-        if said is None or (len(modules) > 1 and first.name != "__init__.py"):
+        docstring = ast.get_docstring(self.tree(first)) if first.suffix == ".py" else None
+        if docstring is None or (len(modules) > 1 and first.name != "__init__.py"):
             return ""
-        paragraph = said.split("\n\n")[0].replace("\n", " ")
+        paragraph = docstring.split("\n\n")[0].replace("\n", " ")
         return re.split(r"(?<! al)\. ", paragraph)[0].rstrip(".")
 
 
 def _shown(module: Path) -> str:
-    """A module inside of a folder; what is not Python with its ending."""
+    """The name of a module inside a folder; with its suffix unless that is .py."""
     inside = Path(*module.parts[1:])
     if inside.name in ("", "__init__.py"):
         return ""
@@ -219,14 +220,14 @@ def _shown(module: Path) -> str:
 
 
 def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[Import]:
-    """Of a module in this package, whose first part is the room."""
+    """The imports of a module in this package, whose first part is the room."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, (alias.name,), False, lazy)
         elif isinstance(node, ast.ImportFrom):
-            # Beyond the room nothing is left of the package.
+            # A relative import that leaves the room has no package left.
             above = package[: max(0, len(package) - node.level + 1)] if node.level else ()
             base = ".".join((*above, *filter(None, [node.module])))
             for alias in node.names:

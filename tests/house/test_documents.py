@@ -1,5 +1,5 @@
-"""What the documents show is there, and runs: commands with their options, variables and tests;
-files, links, snippets. Nothing is listed here of what there is: make and argparse are asked."""
+"""Everything that the documents show exists and runs: commands with their options, variables and
+tests; files, links, snippets. Nothing is listed twice: make and argparse check the commands."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ NUMBER = re.compile(r"(\d[\d.,]*|\.\d+)( m?s\b)?")
 
 
 def lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """Number, kind and text of each: "" is prose, "shell" what is indented, else what the fence
-    says. A shell's backslashes at the end are joined."""
+    """Number, kind and text of each line. Kind: "" for prose, "shell" for indented lines, otherwise
+    the fence's language. Shell lines that end in a backslash are joined."""
     fence, first, joined = "", 0, ""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("```"):
@@ -66,12 +66,12 @@ def lines(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 class Parsed(BaseException):
-    """In place of what the command would do."""
+    """Raised when parsing succeeds, in place of running the command."""
 
 
 @cache
-def complaint(*words: str) -> str:
-    """What the parser of `python WORDS` says. What it requires may be left out."""
+def parser_error(*words: str) -> str:
+    """The error of the parser of `python WORDS`, or "". Required arguments may be missing."""
     module = words[0] == "-m"
     name, given = words[module], words[module + 1 :]
     parse = ArgumentParser.parse_args
@@ -87,20 +87,21 @@ def complaint(*words: str) -> str:
         patch.setattr(sys, "argv", [name, *given])
         patch.setattr(sys, "path", [str((CHECKOUT / name).parent), *sys.path][module:])
         try:
-            with redirect_stderr(StringIO()) as said:
+            with redirect_stderr(StringIO()) as stderr:
                 run = runpy.run_module if module else runpy.run_path
                 run(name if module else str(CHECKOUT / name), run_name="__main__")
         except Parsed:
             return ""
         except SystemExit as error:
-            return said.getvalue().strip() if error.code else ""  # --help
+            return stderr.getvalue().strip() if error.code else ""  # --help
         except (ImportError, OSError) as error:
             return str(error)
     return f"{name} parses nothing"
 
 
-def selects(words: list[str]) -> str:
-    """Whether pytest would find tests, by the files' text: to collect them takes half a minute."""
+def selection_error(words: list[str]) -> str:
+    """An error if pytest would find no tests, judged from the files' text, since collecting them
+    takes half a minute."""
     files = [CHECKOUT / word for word in words if word.startswith("tests")]
     tests = [test for one in files for test in (one.rglob("test_*.py") if one.is_dir() else [one])]
     text = "".join(test.read_text() for test in tests if test.is_file())
@@ -114,18 +115,19 @@ def selects(words: list[str]) -> str:
 
 
 @cache
-def made(stub: Path, *words: str) -> str:
-    """What make says to its targets and variables, and to `make engines` what it would run."""
+def make_error(stub: Path, *words: str) -> str:
+    """make's error for these targets and variables, or "". For `make engines` also the errors of
+    the commands that it would run."""
     if "engines" not in words:
-        status, _, said = make(stub, "-n", *words)
-        return said.strip() if status else ""
-    status, ran, said = make(stub, "MODEL=m", *words)
-    return said.strip() if status else next(filter(None, starmap(complaint, ran)), "")
+        status, _, stderr = make(stub, "-n", *words)
+        return stderr.strip() if status else ""
+    status, ran, stderr = make(stub, "MODEL=m", *words)
+    return stderr.strip() if status else next(filter(None, starmap(parser_error, ran)), "")
 
 
 def fault(words: list[str], known: list[tuple[str, ...]], stub: Path) -> str:
-    """What is wrong with this command. known: the document's commands before it, one of which
-    options that stand alone belong to."""
+    """The error of this command, or "". known: the document's earlier commands, to one of which an
+    option that is shown without a command must belong."""
     names = [word.partition("=")[0] for word in takewhile(ASSIGNED.match, words)]
     program, *rest = words[len(names) :] or [""]
     program = Path(program).name
@@ -137,21 +139,21 @@ def fault(words: list[str], known: list[tuple[str, ...]], stub: Path) -> str:
     if unread := [name for name in names if f'"{name}"' not in code]:
         return f"nothing reads {unread[0]}"
     if program == "make":
-        return made(stub, *rest)
+        return make_error(stub, *rest)
     if program == "pytest" or rest[:2] == ["-m", "pytest"]:
-        return selects(rest)
+        return selection_error(rest)
     if program == "pip" or rest[:2] == ["-m", "pip"]:
         project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-        asked = re.findall(r"(?:^|\s)(?:\.|\S*outrider-\S*)\[([\w,]+)\]", " ".join(rest))
-        missing = {*",".join(asked).split(",")} - {"", *project["optional-dependencies"]}
+        extras = re.findall(r"(?:^|\s)(?:\.|\S*outrider-\S*)\[([\w,]+)\]", " ".join(rest))
+        missing = {*",".join(extras).split(",")} - {"", *project["optional-dependencies"]}
         return f"there is no extra {missing}" if missing else ""
     if program.startswith("--"):
-        said = [complaint(*start, *words) for start in (GENERATE, *known)]
-        alone = len(words) == 1 and any("expected one argument" in one for one in said)
-        return "" if alone or "" in said else f"no command before takes {' '.join(words)}"
+        errors = [parser_error(*start, *words) for start in (GENERATE, *known)]
+        alone = len(words) == 1 and any("expected one argument" in one for one in errors)
+        return "" if alone or "" in errors else f"no command before takes {' '.join(words)}"
     rest = [*GENERATE, *rest] if program == "outrider" else rest
     known.append((*takewhile(lambda word: word[:2] != "--", rest),))
-    return complaint(*rest) if rest[:1] not in ([], ["-c"]) else ""
+    return parser_error(*rest) if rest[:1] not in ([], ["-c"]) else ""
 
 
 def faults(path: Path, stub: Path) -> Iterator[str]:
@@ -168,10 +170,10 @@ def faults(path: Path, stub: Path) -> Iterator[str]:
         words = command.split()
         if PROGRAM.match(command):
             words = shlex.split(re.sub(r" …(?= |$)", "", command), comments=True)
-            words = [re.sub(r"(?<=\w)(\||\.\.).*", "", word) for word in words]  # of a choice one
+            words = [re.sub(r"(?<=\w)(\||\.\.).*", "", word) for word in words]  # first of a choice
             words = [*takewhile(lambda word: word not in (">", "|", "&&"), words)]
-            if said := fault(words, known, stub):
-                yield f"{path.name}:{place}: {command}: {said}"
+            if error := fault(words, known, stub):
+                yield f"{path.name}:{place}: {command}: {error}"
         for word in words:
             if FILE.fullmatch(word) and not (CHECKOUT / word).exists():
                 yield f"{path.name}:{place}: there is no {word}"
@@ -185,11 +187,11 @@ def faults(path: Path, stub: Path) -> Iterator[str]:
 
 
 def test_what_they_show_is_there(checkout: Path) -> None:  # noqa: F811
-    assert [said for path in DOCUMENTS for said in faults(path, checkout)] == []
+    assert [error for path in DOCUMENTS for error in faults(path, checkout)] == []
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("`make demos`", "No rule to make target"),
         ("    make report ENGINE=build/demo", "there is no variable ENGINE"),
@@ -211,15 +213,15 @@ def test_what_they_show_is_there(checkout: Path) -> None:  # noqa: F811
     ],
 )
 def test_control_what_is_not_there_is_told(
-    line: str, said: str, tmp_path: Path, checkout: Path  # noqa: F811
+    line: str, message: str, tmp_path: Path, checkout: Path  # noqa: F811
 ) -> None:  # fmt: skip
     (tmp_path / "page.md").write_text(f"# Page\n\nA fine `make test`.\n\n{line}\n")
     [found] = faults(tmp_path / "page.md", checkout)
-    assert found.startswith("page.md:5: ") and said in found
+    assert found.startswith("page.md:5: ") and message in found
 
 
 def blocks(language: str) -> list[Any]:
-    """With their places for names."""
+    """The documents' code blocks in a language, as parameters with their places as ids."""
     found = []
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
@@ -237,7 +239,7 @@ def test_python_runs(code: str, llama_bundle: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def house(tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout in which the demo has been made, and the environment's programs."""
+    """A checkout in which the demo has been built, with the environment's programs in PATH."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (tmp_path / "build").mkdir()
     for place in CHECKOUT.iterdir():
@@ -250,28 +252,28 @@ def house(tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-def unlike(path: Path, house: Path) -> Iterator[str]:
-    """Of a document's cheap commands those that fail, and what they are shown to print and do not,
-    numbers aside."""
-    said: list[str] | None = None
+def mismatches(path: Path, house: Path) -> Iterator[str]:
+    """Run a document's cheap commands. Yields those that fail, and the lines of shown output that
+    they do not print; numbers may differ."""
+    output: list[str] | None = None
     for number, kind, line in lines(path.read_text(encoding="utf-8")):
         bundles = re.findall(r"--engines (\S+)", line)
         if kind == "shell" and CHEAP.match(line) and all((house / x).exists() for x in bundles):
             run = ["bash", "-c", line]
             done = subprocess.run(run, cwd=house, capture_output=True, text=True)
-            said = [*map(str.strip, NUMBER.sub("#", done.stdout + done.stderr).splitlines())]
+            output = [*map(str.strip, NUMBER.sub("#", done.stdout + done.stderr).splitlines())]
             if done.returncode:
                 yield f"{path.name}:{number}: {line}: {done.stderr}"
         elif kind != "shell" or PROGRAM.match(line):
-            said = None
-        elif said is not None and line != "…" and NUMBER.sub("#", line) not in said:
+            output = None
+        elif output is not None and line != "…" and NUMBER.sub("#", line) not in output:
             yield f"{path.name}:{number}: {line}: is not printed"
 
 
 @pytest.mark.slow
 def test_cheap_commands_run(house: Path) -> None:
-    assert [said for path in DOCUMENTS for said in unlike(path, house)] == []
-    # Faults: the examples did not configure, for months; and a summary of other words.
+    assert [error for path in DOCUMENTS for error in mismatches(path, house)] == []
+    # Faults: the examples did not configure for months; a summary was shown with other words.
     page = house / "page.md"
     page.write_text("""
     cmake -S examples -B build/embed -Doutrider_DIR=none
@@ -280,7 +282,7 @@ def test_cheap_commands_run(house: Path) -> None:
     …
     output 3 tok | 9.9 tok/s | TPOT 12 ms | finish eos
 """)
-    configured, printed = unlike(page, house)
+    configured, printed = mismatches(page, house)
     assert configured.startswith("page.md:2: cmake") and "outrider" in configured
     assert printed.startswith("page.md:6: output 3 tok") and printed.endswith("is not printed")
 

@@ -1,4 +1,4 @@
-"""What a user copies runs (what the documents show: test_documents.py)."""
+"""The examples run when a user copies them. For code in the documents see test_documents.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.text.options import Options
 from runtime.text.results import Event
 from runtime.text.speech import Transcription
 
-SERVERS = {"ray_serve", "server"}  # and openai/, their interface: tests/serving/
+SERVERS = {"ray_serve", "server"}  # tests/serving/ tests them and openai/, their interface
 FOLDER = CHECKOUT / "examples"
 PAGE = (FOLDER.parent / "docs" / "python.md").read_text(encoding="utf-8")
 MODULES = {path.stem for path in FOLDER.glob("*.py")}
@@ -46,16 +46,16 @@ for path in examples:
 
 
 def test_they_run(llama_bundle: Path, tmp_path: Path) -> None:
-    """Elsewhere, as a user's own; one after the other, since what they import takes longest."""
+    """Copied to another folder, as a user's own; in one process, since imports take longest."""
     copies = [shutil.copy(FOLDER / f"{name}.py", tmp_path) for name in EXAMPLES]
     command = [sys.executable, "-c", RUN, str(llama_bundle), *map(str, copies)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = dict(zip(EXAMPLES, done.stdout.split("\f")[:-1], strict=True))
-    assert all(text.strip() for text in said.values())
-    assert json.loads(said["json_schema"].split("\n")[0]).keys() == {"name", "age", "tags"}
+    outputs = dict(zip(EXAMPLES, done.stdout.split("\f")[:-1], strict=True))
+    assert all(text.strip() for text in outputs.values())
+    assert json.loads(outputs["json_schema"].split("\n")[0]).keys() == {"name", "age", "tags"}
     for name in ("json_schema", "own_draft"):
-        assert "same text as without drafts: True" in said[name]
+        assert "same text as without drafts: True" in outputs[name]
 
 
 def test_the_page_names_all_that_there_is() -> None:

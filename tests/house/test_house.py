@@ -1,6 +1,6 @@
-"""`make map`'s rules, which `make check` holds the checkout to: each has a control.
+"""A control for each rule of `make map`, which `make check` applies to the checkout.
 
-That what is right passes, the checkout itself shows."""
+That correct code passes is shown by the checkout itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workshop import Workshop
 
 
 def room(root: Path, name: str, **sources: str) -> Room:
-    """A room whose modules are named with __ for a slash."""
+    """Write a room; in the names of its modules __ stands for a slash."""
     for module, source in sources.items():
         path = root / name / (module.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def room(root: Path, name: str, **sources: str) -> Room:
     ("sources", "fault"),
     [
         ({"files__a": "from ..decoder import x", "decoder": ""}, "files imports decoder"),
-        # An import inside a function is an arrow too.
+        # An import inside a function counts too.
         ({"files__a": "def f():\n    from ..decoder import x", "decoder": ""}, "files imports"),
         ({"files__a": "from .. import decoder", "decoder": ""}, "files imports decoder"),
         ({"cellar": ""}, "cellar: has no place on the ladder"),
@@ -34,13 +34,13 @@ def room(root: Path, name: str, **sources: str) -> Room:
             {"gpu__a": "from .. import decoder", "decoder": "from .gpu.a import x"},
             "a circle: ",
         ),
-        ({"gpu__a": "class A: ...", "text__b": "class A: ..."}, "class A stands in"),
+        ({"gpu__a": "class A: ...", "text__b": "class A: ..."}, "class A is defined in"),
         ({f"gpu__m{i}": "" for i in range(MOST_MODULES + 1)}, f"{MOST_MODULES + 1} modules"),
         ({f"gpu__loop_{i}": "" for i in range(3)}, "3 modules begin with loop_"),
     ],
 )
 def test_control_each_rule_is_noticed(tmp_path: Path, sources: dict[str, str], fault: str) -> None:
-    assert any(fault in said for said in room(tmp_path, "runtime", **sources).faults())
+    assert any(fault in found for found in room(tmp_path, "runtime", **sources).faults())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_control_each_rule_is_noticed(tmp_path: Path, sources: dict[str, str], f
         ("runtime/text", "class A:\n    import onnxruntime"),
         ("runtime/text", "if True:\n    from tensorrt_rtx import Builder"),
         ("runtime/text", "if CHECKING:\n    import torch"),
-        ("runtime/text", "from runtime.bundle import load"),  # not what is installed
+        ("runtime/text", "from runtime.bundle import load"),  # the package is installed as outrider
         ("runtime/text", "from outrider import errors"),
         ("runtime/text", "from ... import export"),
         ("runtime/text", "import psutil"),
@@ -73,7 +73,7 @@ def test_control_imports_from_outside_are_noticed(tmp_path: Path, path: str, sou
 def test_a_circle_in_a_room_without_a_ladder(tmp_path: Path) -> None:
     assert "export" not in LADDERS
     circle = room(tmp_path, "export", a="from .b import x", b="from .a import y")
-    assert [said.split(":")[1].strip() for said in circle.faults()] == ["a circle"]
+    assert [fault.split(":")[1].strip() for fault in circle.faults()] == ["a circle"]
 
 
 def test_control_long_files_and_wide_lines(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ print(*forbidden & set(sys.modules))
     ("backend", "other"), [("onnxruntime", "torch"), ("aotinductor", "onnxruntime")]
 )
 def test_generating_loads_no_model_library(workshop: Workshop, backend: str, other: str) -> None:
-    """Not even where a module imports another that does. The control is an import that is seen."""
+    """Not even indirectly. The control imports onnx, which must be detected."""
     bundle = workshop.bundle(*workshop.pair(backend), backend=backend)
     forbidden = ["torch._inductor", "transformers", "onnx", "onnxscript", "onnx_ir", "export",
                  "engines", other]  # fmt: skip

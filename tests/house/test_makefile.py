@@ -1,6 +1,6 @@
-"""What a user gives to make reaches commands as it stands; what is refused is refused first.
+"""Variables given to make reach commands unchanged; invalid requests are refused before any work.
 
-The Makefile runs in a folder of its own, where the environment's Python only notes its arguments.
+The Makefile runs in a separate folder, where the environment's Python only records its arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import CHECKOUT
 
-NOTE = f"""#!{sys.executable} -IS
+RECORDER = f"""#!{sys.executable} -IS
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
@@ -33,13 +33,13 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("constraints.txt", "pyproject.toml", ".venv/stamp"):
         (tmp_path / name).touch()
     python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(NOTE)
+    python.write_text(RECORDER)
     python.chmod(0o755)
     return tmp_path
 
 
 def make(folder: Path, *arguments: str, **environment: str) -> tuple[int, list[list[str]], str]:
-    """Status, the arguments of each command but the kernel's, and stderr."""
+    """Exit status, the arguments of each command except the kernel's build, and stderr."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     process = subprocess.run(
         ["make", "--no-print-directory", *arguments],
@@ -56,7 +56,7 @@ def make(folder: Path, *arguments: str, **environment: str) -> tuple[int, list[l
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_what_is_given_is_not_looked_into(checkout: Path, how: str) -> None:
-    """The one test that notices a variable spliced into the shell."""
+    """The only test that detects a variable spliced into shell code."""
 
     def given(name: str, target: str) -> list[list[str]]:
         if how == "argument":
@@ -92,18 +92,18 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     assert supports == [*same, "--supports", "float32", "int4", "full", "--cache-type=int8"]
     given = {"--weights=int4", "--draft-weights=full", "--cache-type=int8", "--text=a b.txt"}
     assert given < set(export)
-    # Without OUT, and however MODEL is spelt.
+    # Without OUT, for any spelling of MODEL.
     for model in ("a/b", "a/b/.", "a/../a/b/"):
         _, (*_, named), _ = make(checkout, "engines", f"MODEL={model}", "DRAFT=c")
         assert "--out=build/b" in named
-    # However OUT is spelt; and another OUT has other graphs.
+    # The same graphs for any spelling of OUT, and other graphs for another OUT.
     for out, equal in (("build/../build/b", True), ("build/c", False)):
         _, (_, other, _), _ = make(checkout, "engines", *options, f"OUT={out}")
         assert (f"--out={graphs}" in other) == equal
 
 
 def test_what_is_refused_is_refused_before_the_export(checkout: Path) -> None:
-    """And make, which ends with 2 itself, says the command's status."""
+    """make itself exits with 2, and prints the command's status."""
     status, ran, err = make(checkout, "engines", "MODEL=m", FAILS="12")
     assert status == 2 and err.rstrip().endswith("Error 12")
     assert len(ran) == 1

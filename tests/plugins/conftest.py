@@ -1,4 +1,4 @@
-"""What the tests of operators share."""
+"""Fixtures that the tests of operators share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from samplers import instructions
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of loops runs with each of the instruction sets that its module names."""
+    """Run each test that uses `instruction_set` with every set in its module's SETS, or LOOPS."""
     if "instruction_set" in metafunc.fixturenames:
         sets = getattr(metafunc.module, "SETS", LOOPS)
         metafunc.parametrize("instruction_set", sets, indirect=True)

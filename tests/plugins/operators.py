@@ -1,4 +1,4 @@
-"""An operator of plugins/onnxruntime, a node alone in a session of its own."""
+"""Runs an operator of plugins/onnxruntime as a single node in its own session."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def session_of(
     threads: int = 1,
     **attributes: float,
 ) -> ort.InferenceSession:
-    """inputs, outputs: their types. tables: inputs that are constants. order: of all inputs, where
-    "" is one that is left out."""
+    """inputs, outputs: types by name. tables: constant inputs. order: of all inputs, with "" for an
+    omitted one."""
     cpu_library()
     tables = tables or {}
     order = order or [*inputs, *tables]
@@ -47,7 +47,7 @@ def session_of(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # between calls
-    options.log_severity_level = 4  # refusals are meant
+    options.log_severity_level = 4  # errors are expected
     add_operators(options)
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -57,8 +57,8 @@ def session_of(
 def with_each_set(
     compute: Callable[[], npt.NDArray[Any]], sets: Sequence[str] = LOOPS
 ) -> list[npt.NDArray[Any]]:
-    """What the same computation gives with each of these that this processor has, by the plain
-    loops last; skipped where there is nothing else."""
+    """The results of `compute` with each of these instruction sets that the processor has; the
+    plain loops come last. Skips the test if there are no others."""
     results = []
     for name in sets:
         with instructions(name) as available:
@@ -70,6 +70,6 @@ def with_each_set(
 
 
 def assert_refused(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
-    """Where these inputs take the place of right ones."""
+    """Check that the session refuses `feeds` with these inputs replaced."""
     with pytest.raises(Exception, match=message):
         session.run(None, feeds | {name: np.asarray(array) for name, array in wrong.items()})

@@ -1,4 +1,5 @@
-"""The attention of plugins/onnxruntime, a node alone: against NumPy in float64, and bit by bit."""
+"""The attention operators of plugins/onnxruntime as single nodes: compared with NumPy in float64,
+and bitwise with themselves."""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ from plugins.tools.build import find_compiler, include_options
 
 Array = npt.NDArray[np.float32]
 Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
-HEADS, KEY_HEADS, ROWS = 6, 2, 300  # three parts; no multiple of a block, nor of a vector
+HEADS, KEY_HEADS, ROWS = 6, 2, 300  # rows: three parts, no multiple of a block or a vector
 ORT_ROOT = os.environ.get("ORT_ROOT")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an attention. width: of a head. rotated: of its numbers. window: 0 for none."""
+    """An attention. width: of a head. rotated: how many of its elements. window: 0 for none."""
 
     width: int
     rotated: int = 0
     interleaved: int = 0
     window: int = 0
     packed: bool = True
-    biased: bool = False  # by the distance between query and key, each head otherwise
-    quantised: bool = False  # its caches
-    value_width: int = 0  # 0: that of a key
-    sunk: bool = False  # a score more for each head, of no key
+    biased: bool = False  # a bias by distance between query and key, different per head
+    quantised: bool = False  # int8 caches
+    value_width: int = 0  # 0: the same as a key's
+    sunk: bool = False  # an attention sink: an extra score per head, which belongs to no key
     softcap: float = 0  # 0 for none
 
 
@@ -69,7 +70,7 @@ SHAPES = {
 
 
 def quantised(rows: Array) -> Cache:
-    """int8 [.., D + 4] of [.., D]: the nearest levels, and the bytes of a row's scale."""
+    """Quantise [.., D] to int8 [.., D + 4]: the nearest levels, then the bytes of a row's scale."""
     scales = np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)
     with np.errstate(invalid="ignore"):
         levels = np.rint(rows / scales).astype(np.int8)
@@ -86,10 +87,10 @@ def read(cache: Cache) -> Array:
 
 
 class Attention:
-    """The node of a shape in a session of its own, and numbers for calls of it.
+    """The node of a shape in its own session, and random inputs for it.
 
-    tokens: of the text whose queries, keys and values are drawn, for each of three slots.
-    attributes: of the node, in place of the shape's.
+    tokens: length of the random queries, keys and values of each of three slots. attributes: of the
+    node, overriding the shape's.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class Attention:
         angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
         self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
         self.bias = rng.normal(size=(HEADS, ROWS + BIAS_PADDING)).astype("f4")
-        self.bias[:, ROWS:] = np.nan  # of keys ahead of a query
-        self.sinks = rng.normal(4, 2, HEADS).astype("f4")  # of the weight of all keys together
+        self.bias[:, ROWS:] = np.nan  # for keys after the query
+        self.sinks = rng.normal(4, 2, HEADS).astype("f4")  # about the weight of all keys together
         self.softcap = np.array([shape.softcap], "f4")
         self.attributes = attributes
         self.session = self.open(threads)
 
     def open(self, threads: int = 1, reads: bool = False) -> ort.InferenceSession:
-        """reads: what another node has written."""
+        """reads: only read caches that another node has written."""
         shape, cache = self.shape, INT8 if self.shape.quantised else FLOAT
         caches = {"keys": cache, "values": cache}
         texts = ["query"] if shape.packed or reads else ["query", "key", "value"]
@@ -135,7 +136,7 @@ class Attention:
         )
 
     def caches(self, slots: int = 1) -> list[Cache]:
-        """Keys and values, as a text with a NaN left them."""
+        """Key and value caches full of NaN, as a broken sequence leaves them."""
         sizes, widths = (slots, KEY_HEADS, self.rows), (self.shape.width, self.value_width)
         caches: list[Cache] = [np.full((*sizes, width), np.nan, np.float32) for width in widths]
         return [quantised(cache) for cache in caches] if self.shape.quantised else caches
@@ -152,16 +153,16 @@ class Attention:
         return feeds | {"keys": caches[0], "values": caches[1], "position": np.array(position)}
 
     def run(self, caches: list[Cache], position: list[int], width: int) -> Array:
-        """The outputs [slots, width, HEADS * D] of one call; the caches are what it leaves."""
+        """The outputs [slots, width, HEADS * D] of one call, which updates `caches`."""
         out, *caches[:] = self.session.run(None, self.feeds(caches, position, width))
         return np.asarray(out)
 
     def compute(
         self, widths: list[int], ahead: list[int] | None = None, tokens: int = ROWS
     ) -> Array:
-        """The outputs [tokens, HEADS * D] of the text of slot 0, in calls of these widths.
+        """The outputs [tokens, HEADS * D] of slot 0, computed in calls of these widths.
 
-        ahead: where other slots stand when it begins; they take part in every call.
+        ahead: fixed positions of other slots, which take part in every call.
         """
         caches, found, start = self.caches(1 + len(ahead or [])), [], 0
         while start < tokens:
@@ -171,7 +172,7 @@ class Attention:
         return np.concatenate(found)
 
     def expected(self) -> npt.NDArray[np.float64]:
-        """`compute` by the definition."""
+        """The result of `compute` by the definition."""
         shape, text = self.shape, self.text[0].astype(np.float64)
         tokens = len(text)
         query, key, value = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=1)
@@ -207,7 +208,7 @@ class Attention:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_attention(instruction_set: str, shape: Shape) -> None:
-    """Behind a prefill, steps and a verification. Rows that no text has written hold NaN."""
+    """In a prefill, single steps and verifications. Unwritten rows hold NaN."""
     attention = Attention(shape)
     want = attention.expected()
     np.testing.assert_allclose(attention.compute([70, 1, 5, 1, 9]), want, atol=4e-6, rtol=0)
@@ -219,7 +220,7 @@ def test_bits_depend_on_a_row_and_what_it_sees_alone(instruction_set: str, shape
     want = attention.compute([16])
     for widths in ([3, 5], [7, 1, 9], [64], [ROWS]):
         assert (attention.compute(widths) == want).all(), f"widths {widths}"
-    for widths in ([1], [2]):  # two parts are enough: single tokens stand among the others
+    for widths in ([1], [2]):  # two parts are enough: [7, 1, 9] above has single tokens too
         assert (attention.compute(widths, tokens=150) == want[:150]).all(), f"widths {widths}"
     assert (attention.compute([5], ahead=[0, 31], tokens=200) == want[:200]).all(), "neighbours"
     assert (Attention(shape, rows=1024).compute([16]) == want).all(), "rows"
@@ -230,14 +231,14 @@ def test_bits_depend_on_a_row_and_what_it_sees_alone(instruction_set: str, shape
 
 
 def test_another_order_of_the_sums_is_seen() -> None:
-    """A control of the test above: each instruction set adds in an order of its own."""
+    """Control for the test above: the plain loops sum in another order, and the bits differ."""
     *fused, plain = with_each_set(lambda: Attention(SHAPES["64"]).compute([16]))
     assert all((one != plain).any() for one in fused)
 
 
 @pytest.mark.parametrize("shape", ["64", "64, int8"])
 def test_the_caches_are_written_in_place(shape: str) -> None:
-    """Where input and output are bound to the same memory; rows behind the call stay untouched."""
+    """If input and output are bound to the same memory; rows after the call's stay unchanged."""
     attention = Attention(SHAPES[shape])
     copied, bound = attention.caches(), attention.caches()
     want = attention.run(copied, [0], 9)
@@ -260,7 +261,7 @@ def test_the_caches_are_written_in_place(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape) -> None:
-    """Are read alone, with the same bits."""
+    """A node that only reads such caches gives bitwise the same results."""
     attention = Attention(shape)
     caches = attention.caches(3)
     for position, width in (([0, 0, 0], 130), ([130, 126, 5], 5), ([135, 2, 127], 2)):
@@ -277,8 +278,8 @@ def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape
 @pytest.mark.parametrize("shape", ["64", "64, int8"])
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_call_without_tokens(shape: str, slots: int) -> None:
-    """Gives nothing, and leaves the caches as they were. Fault: a division by how often a head is
-    gone to."""
+    """Returns an empty output and leaves the caches unchanged. Fault: a division by zero, the
+    number of visits to a head."""
     attention = Attention(SHAPES[shape])
     caches = attention.caches(2)
     attention.run(caches, [0, 0], 3)
@@ -294,7 +295,7 @@ def test_a_call_without_tokens(shape: str, slots: int) -> None:
 
 @pytest.mark.parametrize("row", [3, 140, 290])
 def test_a_key_that_outweighs_all_others(instruction_set: str, row: int) -> None:
-    """In whichever part it lies: the others' sums fade, and do not grow beyond all numbers."""
+    """In whichever part the key lies, the sums of the others vanish and do not overflow."""
     attention = Attention(Shape(64, packed=False), scale=1.0)
     query, key, values = np.split(attention.text[0], [HEADS, HEADS + KEY_HEADS], axis=1)
     query[:], key[:] = 0, 0
@@ -307,7 +308,7 @@ def test_a_key_that_outweighs_all_others(instruction_set: str, row: int) -> None
 
 @pytest.mark.parametrize("row", [3, 128, 200])
 def test_a_score_of_minus_infinity_weighs_nothing(instruction_set: str, row: int) -> None:
-    """Where it is all that a row has seen of a part too. Fault: -inf less -inf."""
+    """Also when it is the only score of a part so far. Fault: -inf minus -inf gave NaN."""
     attention = Attention(Shape(64, packed=False), scale=1.0)
     query, key, values = np.split(attention.text[0], [HEADS, HEADS + KEY_HEADS], axis=1)
     query[:], key[:] = 0, 0
@@ -319,26 +320,26 @@ def test_a_score_of_minus_infinity_weighs_nothing(instruction_set: str, row: int
 
 
 def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:
-    """Of rows that are quantised: the largest is what the others are divided by."""
+    """In quantised rows, which are scaled by their largest element."""
     attention = Attention(SHAPES["64, int8"])
     for odd in (np.nan, np.inf, -np.inf):
         attention.text[0, 3, -1, 7] = odd  # a value of the last head
         out = attention.compute([5], tokens=5).reshape(5, HEADS, -1)
         assert np.isfinite(out[:3]).all() and np.isfinite(out[:, : HEADS // 2]).all()
         assert np.isnan(out[3:, HEADS // 2 :]).all()
-    attention.text[0, 3, -1] = 1e-33  # too small to be divided by; as good as zero
+    attention.text[0, 3, -1] = 1e-33  # too small to divide by; treated as zero
     assert np.isfinite(attention.compute([5], tokens=5)).all()
 
 
 def test_a_row_beyond_the_cache_is_refused() -> None:
-    """And a position that no sum can hold."""
+    """Also positions whose sum with the width overflows."""
     attention = Attention(SHAPES["64"])
     for position in (ROWS - 3, ROWS, -1, 2**63 - 1, -(2**63)):
         feeds = attention.feeds(attention.caches(), [0], 4)
         assert_refused(attention.session, feeds, "a row is beyond the cache", position=[position])
 
 
-OTHER_SIZES = {  # of two tokens, by "128"
+OTHER_SIZES = {  # wrong sizes of inputs for two tokens of the shape "128"
     "query": [(1, 2, HEADS * 128 - 1), (1, 3, HEADS * 128), (2, 2, HEADS * 128), (2, HEADS * 128)],
     "key": [(1, 1, KEY_HEADS * 128), (1, 2, 128), (KEY_HEADS * 256,)],
     "value": [(1, 2, 0), (2, 2, KEY_HEADS * 128)],
@@ -352,7 +353,7 @@ OTHER_SIZES = {  # of two tokens, by "128"
 
 
 def test_inputs_of_other_sizes_are_refused() -> None:
-    """Of graphs made by hand: what would be read beyond an input, or by another stride."""
+    """As in hand-made graphs, where an input would be read past its end or with a wrong stride."""
     attention = Attention(SHAPES["128"])
     right = attention.feeds(attention.caches(), [0], 2)
     attention.session.run(None, right)
@@ -367,7 +368,7 @@ def test_inputs_of_other_sizes_are_refused() -> None:
 
 
 def test_quantised_caches_of_other_sizes_are_refused() -> None:
-    """Whose rows have no place for a scale, or are of another head."""
+    """Their rows have no place for a scale, or another head width."""
     attention = Attention(SHAPES["64, int8"])
     right = attention.feeds(attention.caches(), [0], 2)
     attention.session.run(None, right)
@@ -411,7 +412,7 @@ def test_sinks_and_soft_caps_of_other_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("cap", [0.5, 50.0])
 def test_a_soft_cap_of_scores_of_any_size(instruction_set: str, cap: float) -> None:
-    """Of two keys, whose scores are s and 0, the first weighs 1 / (1 + e^(-cap tanh(s / cap)))."""
+    """With scores s and 0, the first key has weight 1 / (1 + e^(-cap tanh(s / cap)))."""
     attention = Attention(Shape(64, packed=False, softcap=cap), scale=1.0)
     for size in (*np.geomspace(1e-6, 1e4, 300), np.inf):
         caches = attention.caches()
@@ -425,7 +426,7 @@ def test_a_soft_cap_of_scores_of_any_size(instruction_set: str, cap: float) -> N
 
 
 class SourceAttention:
-    """The node in a session of its own, and a source for each of three slots."""
+    """The node in its own session, and a source for each of three slots."""
 
     def __init__(self, width: int = 64, *, rows: int = ROWS, threads: int = 1, bent: bool = False):
         rng = np.random.default_rng(0)
@@ -434,7 +435,7 @@ class SourceAttention:
         self.query = rng.normal(size=(3, 40, HEADS, width)).astype("f4")
         self.sides = rng.normal(size=(2, 3, KEY_HEADS, ROWS, width)).astype("f4")
         behind = np.arange(ROWS) >= self.lengths[:, None]
-        self.sides.swapaxes(2, 3)[:, behind] = np.nan  # of another source
+        self.sides.swapaxes(2, 3)[:, behind] = np.nan  # as another source left it
         self.sides = np.pad(self.sides, ((0, 0), (0, 0), (0, 0), (0, rows - ROWS), (0, 0)))
         inputs = dict.fromkeys(["query", "keys", "values"], FLOAT) | {"length": INT64}
         self.session = session_of(
@@ -515,7 +516,7 @@ def test_attributes_that_do_not_fit_are_refused(changed: dict[str, int], message
 
 
 def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) -> None:
-    """ORT_ROOT: a release of ONNX Runtime, with include/."""
+    """ORT_ROOT names a release of ONNX Runtime with include/."""
     if not ORT_ROOT:
         pytest.skip("ORT_ROOT names no ONNX Runtime with headers")
     source = tmp_path / "places.cpp"

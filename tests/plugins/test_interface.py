@@ -1,4 +1,4 @@
-"""The C interface: its numbers, its structures, and what it refuses."""
+"""The C interface: its random numbers, the layout of its structures, and the calls it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_philox_gives_the_known_answers(native):
 
 
 def test_structures_have_the_layout_of_the_header(tmp_path):
-    """Sizes and the last fields' offsets, by the compiler."""
+    """The compiler's sizes and offsets of the last fields equal those in Python."""
     source = tmp_path / "layout.cpp"
     lines = [
         f'printf("%zu %zu\\n", sizeof({name}), offsetof({name}, {field}));'
@@ -70,7 +70,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_broken_draft_row_that_nobody_looked_at(native, temperature):
-    """On a GPU the draws of a round follow one another unseen: the verification must find it."""
+    """On a GPU the host does not check each draw of a round, so the verification must report it."""
     good, broken = np.array([[0.0, 1, 2]], np.float32), np.array([[0.0, np.nan, 2]], np.float32)
     sampler = RoundSampler(3, 2, library=native)
     sampler.begin([SlotSampling(SamplingParams(temperature=temperature), 2, 17)])

@@ -1,9 +1,9 @@
 """The CUDA kernels without a GPU: emulated on the host, planned, compiled for every architecture.
 
-The emulation runs plugins/cuda/outrider_cuda.cu itself as outrider_device.h plans it, blocks and
-warps in random order: it shows that the logic is right. The tests of test_kernel_edges.py run
-against it too; here it is compared with the CPU library, bit by bit. NVRTC shows that the source
-compiles, and what it needs.
+The emulation runs plugins/cuda/outrider_cuda.cu itself as outrider_device.h plans it, with blocks
+and warps in random order, which checks the logic. The tests of test_kernel_edges.py run against it
+too; here it is compared bitwise with the CPU library. NVRTC checks that the source compiles, and
+the resources it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDS = {
 
 @contextmanager
 def emulation(added=0, removed=0, seed=0):
-    """The emulated library. added, removed: flags of the plans; seed: of the order of blocks."""
+    """The emulated library. added, removed: plan flags set or cleared; seed: for block order."""
     library = emulated_library()
     library.outrider_emulate(added, removed, seed)
     try:
@@ -47,12 +47,12 @@ def emulation(added=0, removed=0, seed=0):
 
 
 def plain_places(case, params):
-    """Without penalties and suppression, which the fast kernels do not know."""
+    """Slots without penalties and suppression, which the fast kernels do not support."""
     return [SlotSampling(params, case.gamma, 5 * b, b) for b in range(case.slots)]
 
 
 def run_round(library, case, places):
-    """Everything that a round leaves: drafts, rows of the draw, verdicts with ratios."""
+    """All results of a round: drafts, rows of the draws, verdicts with ratios."""
     width, slots = case.gamma, len(places)
     sampler = RoundSampler(
         case.vocab_size, width, slots, draft_vocab_size=case.draft.shape[2], library=library
@@ -65,14 +65,14 @@ def run_round(library, case, places):
     return sampler.drafts.tolist(), rows.tolist(), verdicts
 
 
-# --- the same as the CPU library, to the bit --------------------------------------------------
+# --- bitwise equal to the CPU library ---------------------------------------------------------
 
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def assert_same(case, places, want=None, **plan):
-    """The emulation leaves what the CPU library leaves."""
+    """Check that the emulation gives the results of the CPU library."""
     expected = want or run_round(cpu_library(), case, places)
     with emulation(**plan) as library:
         assert run_round(library, case, places) == expected
@@ -86,7 +86,7 @@ def assert_same(case, places, want=None, **plan):
     ),
 )
 def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
-    """In the fast run a whole tile and a part of one."""
+    """The fast cases cover one full tile and one partial tile."""
     params = SamplingParams(**OPTIONS[name])
     for seed, gamma in enumerate((3,) if vocab_size == 1500 else (0, 1, 4)):
         case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
@@ -99,7 +99,7 @@ def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
     "name", ["plain", "all", "block-top-p", "coupled", "sigmoid-narrow", "greedy"]
 )
 def test_a_large_vocabulary(name):
-    """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
+    """Vector loads, scalar rows (51,865 elements), and more than one tile per lane of a warp."""
     for vocab_size, dtype in ((51_864, "bfloat16"), (51_865, "float32"), (300_000, "float16")):
         case = Case(21, vocab_size, 2, slots=2, dtype=dtype)
         assert_same(case, case.places(SamplingParams(**OPTIONS[name])))
@@ -107,19 +107,20 @@ def test_a_large_vocabulary(name):
 
 @slow
 def test_many_slots():
-    """So many tiles that a warp takes two."""
+    """So many tiles that a warp processes two."""
     case = Case(27, 2500, 1, slots=2800)
     assert_same(case, plain_places(case, TOKEN))
 
 
 @pytest.mark.parametrize("name", cases(["block"], ["all", "sigmoid", "greedy-lenient"]))
 def test_slots_that_differ(name):
-    """In drafts, in rule, sitting out; with all flags, and in two orders of the blocks."""
+    """Slots that differ in gamma and rule, one of them idle; with minimal and with all flags, in
+    two block orders."""
     case = Case(22, 1100, 5, slots=6)
     places = case.places(SamplingParams(**OPTIONS[name]), gammas=[5, 0, -1, 2, 5, 1])
     places[4] = SlotSampling(TOKEN, 5, 3, 4)
     for added in (0, FILTERS | PENALTIES | cuda_kernel.BLOCK | SHAPES):
-        for seed in (1, 2):  # the second round finds the first one's workspace
+        for seed in (1, 2):  # the second round reuses the workspace of the first
             assert_same(case, places, added=added, seed=seed)
 
 
@@ -172,12 +173,12 @@ def test_rows_that_are_not_aligned_to_vectors(name, dtype):
         assert_same(case, places, want=want)
 
 
-# --- what a plan does not serve ---------------------------------------------------------------
+# --- slots that a plan does not support -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_missing_flag_is_refused_not_wrong(name):
-    """And the slot beside it is served."""
+    """The other slot still gets its result."""
     case = Case(26, 1500, 2, slots=2)
     places = plain_places(case, TOKEN)
     want = by_library(cpu_library(), case, places)
@@ -186,7 +187,7 @@ def test_a_missing_flag_is_refused_not_wrong(name):
         sampler = RoundSampler(1500, 2, 2, library=library)
         sampler.begin(places)
         for step in range(2):
-            if name == "block":  # a draw is the same by any rule
+            if name == "block":  # draws do not depend on the rule
                 sampler.draw(case.draft[:, step], step)
                 continue
             with pytest.raises(OutriderError, match=r"draft, slot 1, .*parameter is out of range"):
@@ -206,11 +207,11 @@ def test_a_missing_flag_is_refused_not_wrong(name):
 # --- the plan ---------------------------------------------------------------------------------
 
 
-BASE = 1 << 20  # addresses are not looked at
+BASE = 1 << 20  # addresses are not dereferenced
 
 
 def make_plan(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None, drawing=False):
-    """(status, plan) of a verification, or of a draw."""
+    """(status, plan) of a verification, or of a draw if `drawing`."""
     library = cpu_library()
     sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
     row = vocab_size * 2
@@ -252,7 +253,7 @@ def test_launches():
 
 
 def test_a_workspace_is_as_large_as_its_size():
-    """Of the addresses in the parameter, those in the workspace start there and end in it."""
+    """The workspace addresses in a kernel's parameter begin at its start and stay within it."""
     for flags in range(32):
         for slots, width, vocab_size in ((1, 0, 8), (3, 5, 2500), (32, 8, 128_256)):
             sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
@@ -315,8 +316,8 @@ def test_compiles_for(nvrtc, architecture):
 
 
 def volatile_accesses(ptx):
-    """Accesses of outrider_again that the compiler may not keep in a register: what the host has
-    read, whether it wants the loop to stop, and that a round is there. None before the fence."""
+    """Volatile accesses of outrider_again after the fence: loads of the host's read count and stop
+    request, and the store that announces a round. The compiler may not keep them in registers."""
     body = ptx.partition(".entry outrider_again")[2].partition("\n}")[0]
     fenced = (
         body.rpartition("membar.sys")[2] if "membar.sys" in body else body.rpartition("fence")[2]

@@ -1,4 +1,4 @@
-"""Random calls of the C interface under sanitizers: no fault, and no broken promise."""
+"""Random calls of the C interface under sanitizers: no fault, and every guarantee is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = {"address,undefined": "1500", "thread": "500"}
 
 def fuzz(sanitizer, seed, folder=LIBRARIES, sources=PLUGINS_FOLDER):
     flags = [*SANITIZERS[sanitizer], "-fno-sanitize-recover=all", "-O1", "-g"]
-    flags += ["-DOUTRIDER_LOGITS_PER_THREAD=1"]  # else such small rounds would run on one thread
+    flags += ["-DOUTRIDER_LOGITS_PER_THREAD=1"]  # or such small rounds would use only one thread
     try:
         program = build_fuzz(folder, sources, flags)
     except BuildError as error:
@@ -36,7 +36,7 @@ def test_no_fault_and_no_broken_promise(sanitizer):
     for seed in range(3):
         done = fuzz(sanitizer, seed)
         assert done.returncode == 0, done.stderr[-3000:]
-        # It reached both sides: rounds that went through, and calls that were refused.
+        # Both kinds of calls occurred: completed rounds and refused calls.
         accepted, refused = re.findall(r"\d+", done.stdout)[1:]
         assert int(accepted) > 100 and int(refused) > 20
 
@@ -58,7 +58,7 @@ FAULTS = {
 
 
 def mutated(folder, name, old, new):
-    """A copy of plugins/ in this folder, with the one `old` of a file replaced."""
+    """A copy of plugins/ in this folder, with the only occurrence of `old` in a file replaced."""
     sources = folder / "sources"
     shutil.copytree(PLUGINS_FOLDER, sources, ignore=shutil.ignore_patterns("__pycache__"))
     text = (sources / name).read_text()

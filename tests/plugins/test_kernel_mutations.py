@@ -1,7 +1,7 @@
 """The kernel's tests fail when its source is broken on purpose: one library per mutation.
 
-Each is a replacement in a copy of plugins/, compiled and put through tests of test_kernel.py; what
-is asserted is that one of them notices. The unchanged source passes them all.
+A mutation is a replacement in a copy of plugins/, which is compiled and run through the kernel's
+tests; at least one of them must fail. The unchanged source passes them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
-# By file: what is broken, the source, what takes its place.
+# By file: the fault, the original source, its replacement.
 MUTATIONS = {
     "core/outrider_sampling.h": {
         "tile tail dropped": ("(width + TILE - 1) / TILE", "(width < TILE ? 1 : width / TILE)"),
@@ -144,21 +144,21 @@ def ties_across_tiles(library):
 
 
 def a_narrow_draft_over_many_tiles(library):
-    """q is 0 beyond its end: what is left of p there is p, in proportion."""
+    """q is 0 beyond its end, so there the residual is proportional to p."""
     p, q = [0.0] * 3000, [0.0] * 500
     for u, token in ((0.001, 502), (0.5, 1750), (0.999, 2997)):
         assert abs(edges.one(library, [p, p], [q], [2999], TOKEN, [0.9, u]).token - token) < 3
 
 
 def counts(library, options):
-    """test_counts_and_biases_agree_with_the_reference, of this library."""
+    """test_counts_and_biases_agree_with_the_reference for this library."""
     for vocab_size, gamma in ((8, 3), (8, 8), (2500, 3)):
         case = Case(gamma, vocab_size, gamma, slots=4)
         assert not disagreements(library, case, SamplingParams(**options))
 
 
 def checks(library):
-    """The tests, the quick and likely ones first."""
+    """The tests, those that are quick and likely to fail first."""
     yield lambda: interface.test_philox_gives_the_known_answers(library)
     yield lambda: half_precision_denormals(library)
     yield lambda: ties_across_tiles(library)
@@ -198,7 +198,7 @@ def is_detected(library):
     for check in checks(library):
         try:
             check()
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever a test says
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - any failure of a test
             return True
         except pytest.skip.Exception:
             continue
@@ -206,7 +206,7 @@ def is_detected(library):
 
 
 def compile_library(folder, sources=PLUGINS_FOLDER):
-    """A library of these sources, quickly compiled."""
+    """Compile these sources with little optimisation, and load the library."""
     library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
     return kernel.load_file(library.resolve())
 

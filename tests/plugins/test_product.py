@@ -1,4 +1,5 @@
-"""The products of plugins/onnxruntime, a node alone: against NumPy in float64, and bit by bit."""
+"""The matrix products of plugins/onnxruntime as single nodes: compared with NumPy in float64, and
+bitwise with themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from runtime.sampling import kernel
 Array = npt.NDArray[np.float32]
 Packed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "dotprod", "plain")
-ROWS, COLUMNS = 37, 83  # of a matrix: no multiple of a panel, nor of a block
+ROWS, COLUMNS = 37, 83  # of a matrix: no multiples of a panel or a block
 WIDTHS = range(1, 21)
 
 
@@ -28,11 +29,11 @@ def bits(request: pytest.FixtureRequest) -> Bits:
 
 
 def matrix(bits: Bits, rows: int = ROWS, columns: int = COLUMNS) -> Quantised:
-    """Every level, and scales of every kind: of both signs, subnormal, zero, and the largest."""
+    """A matrix with every level, and scales of every kind: both signs, subnormal, zero, largest."""
     rng = np.random.default_rng(bits)
     low, high = RANGE[bits]
     levels = rng.integers(low, high, (rows, columns), endpoint=True).astype(np.int8)
-    levels[:3], levels[3] = np.resize([low, high], columns), high  # sums as large as they can be
+    levels[:3], levels[3] = np.resize([low, high], columns), high  # the largest possible sums
     scales = rng.normal(scale=0.02, size=(rows, -(-columns // BLOCK))).astype(np.float16)
     scales[4::9], scales[5::9, 0] = np.float16(6e-8), np.float16(-6e-5)
     scales[6::9, 1:] = 0
@@ -53,7 +54,7 @@ def packed(weight: Quantised) -> Packed:
 
 
 class Node:
-    """One of the operators with a matrix."""
+    """A node of one of the operators, with its matrix."""
 
     def __init__(
         self, weight: Quantised, kind: str = "QuantizedMatMul", *, threads: int = 1,
@@ -71,7 +72,7 @@ class Node:
 
 
 def rounded(x: Array) -> npt.NDArray[np.float64]:
-    """Activations [.., K] as the operator takes them: 8 bits and a float32 scale for 32 numbers."""
+    """Activations [.., K] as the operator quantises them: int8 with a float32 scale per 32."""
     blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
     most = np.abs(blocks).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, where=most > 4e-37, out=np.zeros_like(most))
@@ -80,14 +81,14 @@ def rounded(x: Array) -> npt.NDArray[np.float64]:
 
 
 def check(got: Array, x: Array, weight: Quantised) -> None:
-    """Within the rounding of a sum of few float32."""
+    """Check the result to within the rounding of a short float32 sum."""
     levels, dense = rounded(x), weight.dense().astype(np.float64)
     allowed = 1e-6 * (np.abs(levels) @ np.abs(dense.T)) + 1e-40
     assert (np.abs(got - levels @ dense.T) <= allowed).all()
 
 
 def test_it_is_the_product(instruction_set: str, bits: Bits) -> None:
-    """With every number of rows."""
+    """For every number of rows."""
     weight, x = matrix(bits), activations()
     node = Node(weight)
     for width in WIDTHS:
@@ -97,7 +98,7 @@ def test_it_is_the_product(instruction_set: str, bits: Bits) -> None:
 
 
 def test_bits_depend_on_a_row_alone(instruction_set: str, bits: Bits) -> None:
-    """Not on the rows beside it, nor on threads: some share this matrix."""
+    """They do not depend on the other rows or on the number of threads, which share this matrix."""
     weight, x = matrix(bits, 1000, 600), activations(columns=600)
     nodes = [Node(weight, threads=threads) for threads in (1, 2)]
     want = np.concatenate([nodes[0](row[None]) for row in x])
@@ -110,15 +111,15 @@ def test_bits_depend_on_a_row_alone(instruction_set: str, bits: Bits) -> None:
 
 
 def test_sums_that_are_rounded_in_another_way_are_seen(bits: Bits) -> None:
-    """A control of the test above. The plain loops multiply and add in two steps, all others in
-    one; otherwise they do the same."""
+    """Control for the test above. The plain loops multiply and add in two steps, all others in one
+    fused step; otherwise they are the same."""
     weight, x = matrix(bits), activations()
     *fused, plain = with_each_set(lambda: Node(weight)(x), SETS)
     assert all((y == fused[0]).all() for y in fused) and (plain != fused[0]).any()
 
 
 def test_one_level_that_differs_is_seen(instruction_set: str, bits: Bits) -> None:
-    """A control of the comparison, in the first and the last number of a row."""
+    """Control for `check`, with a changed level at the start and at the end of a row."""
     weight, x = matrix(bits), activations()
     for place in ((20, 0), (20, COLUMNS - 1)):
         levels = weight.levels.copy()
@@ -134,7 +135,7 @@ def test_one_level_that_differs_is_seen(instruction_set: str, bits: Bits) -> Non
 def test_two_matrices_in_one_node_give_the_bits_of_each_alone(
     instruction_set: str, bits: Bits, rows: int, more: int
 ) -> None:
-    """The second with the other number of bits. (400, 200): shared between threads."""
+    """The second matrix has the other number of bits. (400, 200) is split between threads."""
     first, second = matrix(bits, rows, 600), matrix(12 - bits, more, 600)  # type: ignore[arg-type]
     x = activations(columns=600)
     alone = np.concatenate([Node(first)(x), Node(second)(x)], axis=1)
@@ -212,7 +213,7 @@ def test_a_second_matrix_of_other_sizes_is_refused(bits: Bits) -> None:
     for wrong in (rows + 16, rows - 16, 32, 31, 16, 1):
         with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
             Node(first, more=(levels, scales), rows=wrong)(activations())
-    for wrong in (32, 31):  # nothing is left for a second
+    for wrong in (32, 31):  # no rows are left for the second matrix
         with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
             Node(first, more=(levels[:0], scales[:0]), rows=wrong)(activations())
 
@@ -239,7 +240,7 @@ EXPERTS = 5
 
 
 class Experts:
-    """The operator with several matrices, and each of them alone."""
+    """The operator with several matrices, and a node for each of them."""
 
     def __init__(self, bits: Bits, rows: int = ROWS, columns: int = COLUMNS, *, threads: int = 1,
                  parts: Packed | None = None, **attributes: int):  # fmt: skip
@@ -268,14 +269,15 @@ class Experts:
 def test_experts_give_the_bits_of_each_alone(
     instruction_set: str, bits: Bits, shared: bool
 ) -> None:
-    """Whoever else is asked, and by how many. shared: all that a token asks read the same row."""
+    """Whichever other experts are chosen, by any number of tokens. shared: all experts of a token
+    read the same row."""
     experts, x = Experts(bits), activations()
     for width in WIDTHS:
         chosen = np.random.default_rng(width).integers(0, EXPERTS, (3, width))
         rows = x[None, :width] if shared else np.stack([x[:width], -x[:width], x[:width] / 3])
         want = experts.one_by_one(rows, chosen)
         assert (experts(rows, chosen) == want).all()
-        chosen[0, 0] = (chosen[0, 0] + 1) % EXPERTS  # a control
+        chosen[0, 0] = (chosen[0, 0] + 1) % EXPERTS  # control: another expert differs
         assert (experts(rows, chosen)[0, 0] != want[0, 0]).any()
     assert experts(x[None, :0], np.zeros((3, 0), np.int64)).shape == (3, 0, ROWS)
 
@@ -309,8 +311,8 @@ def test_what_experts_are_asked_wrongly_is_refused(bits: Bits) -> None:
 
 
 def test_a_library_with_other_operators_has_another_interface() -> None:
-    """So an older one is refused by its number, and not by ONNX Runtime when it meets a node that
-    it does not know. Whoever changes this set, or what they take, raises `ABI_VERSION`."""
+    """An older library must be refused by its version, before ONNX Runtime meets an unknown node.
+    Raise `ABI_VERSION` when the set of operators or their inputs change."""
     names: set[str] = set()
     for source in (CHECKOUT / "plugins" / "onnxruntime").glob("*.cpp"):
         names |= {*re.findall(r'operator_of<Kernel>\([^)]*\),\s*"(\w+)"', source.read_text())}

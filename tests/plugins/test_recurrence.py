@@ -1,5 +1,5 @@
-"""Recurrent states and short convolutions of plugins/onnxruntime, a node alone: against NumPy in
-float64, and bit by bit."""
+"""Recurrent states and short convolutions of plugins/onnxruntime as single nodes: compared with
+NumPy in float64, and bitwise with themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ TOKENS, ROWS = 40, 6
 
 @dataclass(frozen=True)
 class States:
-    """Of a layer. keys: heads of queries and keys. depth, width: Dk, Dv. channels: a decay each."""
+    """A recurrent layer. keys: heads of queries and keys. depth, width: Dk, Dv. channels: whether
+    each channel has its own decay."""
 
     heads: int
     keys: int
@@ -30,7 +31,7 @@ class States:
     kind = "Recurrence"
 
     def text(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Of each of three slots, [3, TOKENS, ..]."""
+        """Random inputs of three slots, [3, TOKENS, ..]."""
         key = rng.normal(size=(3, TOKENS, self.keys, self.depth))
         key /= np.linalg.norm(key, axis=-1, keepdims=True)
         found = {
@@ -41,14 +42,14 @@ class States:
             ),
             "beta": rng.uniform(0, 1, (3, TOKENS, self.heads)),
         }  # fmt: skip
-        found["decay"][:, 7] = -200  # all is forgotten
+        found["decay"][:, 7] = -200  # erases the state
         return {k: v.astype("f4") for k, v in found.items() if k != "beta" or self.beta}
 
     def slot(self, slots: int, rows: int) -> Array:
         return np.full((slots, self.heads, rows, self.depth * self.width), np.nan, np.float32)
 
     def expected(self, text: dict[str, Array]) -> tuple[Any, Any]:
-        """Outputs and states, [TOKENS, ..], of slot 0 by the definition."""
+        """Outputs and states, [TOKENS, ..], of slot 0, by the definition."""
         x = {name: array[0].astype(np.float64) for name, array in text.items()}
         state, outs, states = np.zeros((self.heads, self.depth, self.width)), [], []
         for t in range(TOKENS):
@@ -65,7 +66,7 @@ class States:
 
 @dataclass(frozen=True)
 class Short:
-    """A convolution of `taps` tokens. What is drawn for it is [3, TOKENS, C] until it is fed."""
+    """A convolution over `taps` tokens. Its random input is [3, TOKENS, C] until it is fed."""
 
     width: int
     taps: int
@@ -104,7 +105,7 @@ shaped = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 
 
 class Node:
-    """In a session of its own, and a text for each of three slots."""
+    """The node of a layer in its own session, and random inputs for each of three slots."""
 
     def __init__(self, layer: States | Short, *, rows: int = ROWS, threads: int = 1):
         self.layer, self.rows = layer, rows
@@ -130,16 +131,16 @@ class Node:
         return feeds | {"slot": slot, "position": np.array(position)}
 
     def run(self, slot: Array, position: list[int], width: int) -> Array:
-        """Outputs [slots, width, ..] of one call; the slot is what it leaves."""
+        """Outputs [slots, width, ..] of one call, which updates `slot`."""
         out, slot[:] = self.session.run(None, self.feeds(slot, position, width))
         return np.asarray(out.swapaxes(1, 2) if "x" in self.text else out)
 
     def compute(
         self, widths: list[int], ahead: tuple[int, ...] = (), drafts: int = 0
     ) -> tuple[Array, Array]:
-        """Outputs [TOKENS, ..] of slot 0, and the last 4 rows, in calls of these widths.
+        """Outputs [TOKENS, ..] of slot 0, and its last 4 rows, computed in calls of these widths.
 
-        ahead: where other slots stand. drafts: tokens that each call takes back.
+        ahead: fixed positions of other slots. drafts: rejected tokens written before each call.
         """
         slot, outs, start = self.layer.slot(1 + len(ahead), self.rows), [], 0
         while start < TOKENS:
@@ -155,7 +156,7 @@ class Node:
 
 @shaped
 def test_it_is_the_recurrence(instruction_set: str, layer: States | Short) -> None:
-    """In calls of less and more tokens than there are rows. Rows of no text hold NaN."""
+    """In calls with fewer and with more tokens than there are rows. Unwritten rows hold NaN."""
     node = Node(layer)
     outs, rows = layer.expected(node.text)
     out, last = node.compute([1, 9, 3, 1, 1, 20])
@@ -175,13 +176,13 @@ def test_bits_depend_on_what_came_before_alone(instruction_set: str, layer: Stat
     for case, found in results.items():
         assert all((a == b).all() for a, b in zip(found, want, strict=True)), case
 
-    beyond = node.compute([1], drafts=ROWS)  # a control: the row before is lost
+    beyond = node.compute([1], drafts=ROWS)  # control: the previous row is overwritten
     assert (beyond[0] != want[0]).any()
 
 
 @shaped
 def test_a_call_without_tokens(instruction_set: str, layer: States | Short) -> None:
-    """Gives nothing, and leaves the rows as they were."""
+    """Returns an empty output and leaves the rows unchanged."""
     node = Node(layer)
     slot = layer.slot(2, ROWS)
     node.run(slot, [0, 0], 3)
@@ -192,13 +193,13 @@ def test_a_call_without_tokens(instruction_set: str, layer: States | Short) -> N
 
 
 def test_another_order_of_the_sums_is_seen() -> None:
-    """A control of the test above: each instruction set multiplies and adds in its own way."""
+    """Control for the bitwise test: the plain loops multiply and add in another way."""
     *fused, plain = with_each_set(lambda: Node(LAYERS["delta rule"]).compute([16])[0])
     assert all((one != plain).any() for one in fused)
 
 
 def test_a_decay_is_off_by_an_ulp_at_most(instruction_set: str) -> None:
-    """And the same to the bit for a whole head as for one of many channels."""
+    """The error is below 1.3 ulp, and bitwise the same for a decay per head and per channel."""
     logarithms = np.concatenate(
         [np.linspace(-105, 88.7, 8000), -np.geomspace(1e-9, 1, 184), [0, -np.inf, 200, np.nan]]
     ).astype("f4")
@@ -221,7 +222,7 @@ def test_a_decay_is_off_by_an_ulp_at_most(instruction_set: str) -> None:
 
 @shaped
 def test_the_slot_is_written_in_place(layer: States | Short) -> None:
-    """Where input and output are bound to the same memory; other rows stay untouched."""
+    """If input and output are bound to the same memory; other rows stay unchanged."""
     node = Node(layer)
     copied, bound = layer.slot(1, ROWS), layer.slot(1, ROWS)
     node.run(copied, [0], 4)
@@ -237,7 +238,7 @@ def test_the_slot_is_written_in_place(layer: States | Short) -> None:
     assert np.isnan(bound[:, :, 4:]).all() and not np.isnan(bound[:, :, :4]).any()
 
 
-OTHER_SIZES = {  # of two tokens
+OTHER_SIZES = {  # wrong sizes of inputs for two tokens
     "decay per channel": {
         "query": [(1, 2, 2, 35), (1, 2, 3, 36), (2, 2, 2, 36), (1, 2, 72)],
         "key": [(1, 2, 1, 36), (1, 1, 2, 36)], "value": [(1, 2, 3, 16), (1, 2, 2, 15), (2, 32)],
@@ -254,7 +255,7 @@ OTHER_SIZES = {  # of two tokens
 
 @pytest.mark.parametrize("name", OTHER_SIZES)
 def test_inputs_of_other_sizes_are_refused(name: str) -> None:
-    """Of graphs made by hand: what would be read beyond an input."""
+    """As in hand-made graphs, where an input would be read past its end."""
     layer = LAYERS[name]
     node = Node(layer)
     right = node.feeds(layer.slot(1, ROWS), [0], 2)

@@ -1,8 +1,8 @@
 """The TensorRT plugin without TensorRT's libraries and without a GPU.
 
-It is built against real headers where TENSORRT_ROOT names them, else against a stand-in's, and
+It is built against the real headers if TENSORRT_ROOT is set, otherwise against a stand-in's, and
 then driven as TensorRT drives it, with a driver that records launches and runs them on the host.
-What this does not show: that an engine builds, that the sampling kernels run, how fast they are.
+This does not show that an engine builds, that the sampling kernels run, or how fast they are.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_the_small_kernels_compile():
     assert b"outrider_tensorrt_pack" in image and b"outrider_tensorrt_unpack" in image
 
 
-# --- with them --------------------------------------------------------------------------------
+# --- with headers -----------------------------------------------------------------------------
 
 
 def images(path, *targets):
@@ -92,7 +92,7 @@ def images(path, *targets):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The plugin, with files in the place of cubins that this driver takes for them."""
+    """The plugin, with dummy files that the fake driver accepts as cubins."""
     path = tmp_path_factory.mktemp("cubins") / "cubin"
     path.write_bytes(b"\x7fELF" + bytes(99))
     plugin = tmp_path_factory.mktemp("plugin")
@@ -116,12 +116,12 @@ def test_it_compiles_without_a_warning(library, tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def tools(library, tmp_path_factory):
-    """The driver, the kernels that it runs, the harness, the plugin."""
+    """Paths of the fake driver, the emulated kernels, the harness and the plugin."""
     folder = tmp_path_factory.mktemp("tools")
     public, cuda = build_tensorrt.tensorrt_headers(TENSORRT), build_tensorrt.cuda_headers()
     headers = [f"-isystem{public}", f"-isystem{cuda}", *include_options()]
     for name in ("driver_standin", "plugin_harness"):
-        # The plugin asks for the driver by this name, and gets what is loaded already.
+        # The plugin loads the driver by this name, and gets the library already loaded.
         soname = ["-Wl,-soname,libcuda.so.1"] if name == "driver_standin" else []
         command = [*find_compiler(), *FLAGS, "-O1", *WARNINGS, "-shared", *soname, *headers]
         command += [f"{TESTS / name}.cpp", "-ldl", "-o", f"{folder / name}.so"]
@@ -133,7 +133,7 @@ def tools(library, tmp_path_factory):
 
 @pytest.fixture
 def run_plugin(tools, tmp_path):
-    """A function of cases, each {input: array}; gives for each (answers, lines)."""
+    """A function that runs cases, each {input: array}, and returns (answers, lines) for each."""
 
     def run(*cases, plugin=tools[3]):
         for i, case in enumerate(cases):
@@ -152,7 +152,7 @@ def run_plugin(tools, tmp_path):
 
 
 def make_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
-    """(what the plugin is given, what the graph's function is given)"""
+    """Return (inputs of the plugin, inputs of the graph's function)."""
     case = Case(seed, vocab_size, gamma, slots, dtype)
     places = places_of(case, SamplingParams(**OPTIONS[name]))
     drafts = np.random.default_rng(seed).integers(0, vocab_size, (slots, gamma))
@@ -166,7 +166,7 @@ def make_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
 def test_the_contract(run_plugin):
     ((_, lines),) = run_plugin(make_case(40, 127, 4, 3)[0])
     assert lines[0] == "1 PLUGIN CREATOR_V3ONE outrider::Verify 1"
-    assert lines[1] == "types 3 1 1 1 1 1 1 1 1 1 1"  # so many types of each input and output
+    assert lines[1] == "types 3 1 1 1 1 1 1 1 1 1 1"  # number of types of each input and output
     assert lines[2] == "build 0 0 0"
     assert lines[3].startswith("workspace ") and int(lines[3].split()[1]) > 3 * 9 * 8
     assert lines[4:] == [

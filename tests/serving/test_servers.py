@@ -1,7 +1,7 @@
-"""The servers of examples/ as a user starts them, Ray's with real replicas, asked by OpenAI's own
-client.
+"""The servers of examples/, started as a user does (Ray's with real replicas) and called with
+OpenAI's own client.
 
-`make test-serve` installs all that into an environment of its own, and runs this.
+`make test-serve` installs the dependencies into a separate environment and runs this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed: see make
 pytestmark = pytest.mark.slow
 BUNDLE = CHECKOUT / os.environ.get("ENGINES", "build/demo")
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
-QUEUE, SLOTS = 200, 2  # Ray: a replica for each slot
+QUEUE, SLOTS = 200, 2  # Ray runs one replica per slot
 LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 REPLICA = b"ray::ServeReplica:default:Replica"
 
@@ -64,7 +64,7 @@ def engine(bundle: Path) -> outrider.TextEngine:
 
 
 class Server:
-    """A server of two slots. mark: in the environment of all processes that it starts."""
+    """A server with two slots. mark: a variable in the environment of all its processes."""
 
     def __init__(self, kind: str, bundle: Path, folder: str):
         with socket.socket() as free:
@@ -91,7 +91,7 @@ class Server:
         try:
             self.process.wait(60)
         finally:
-            for pid in self._processes():  # those that outlive it
+            for pid in self._processes():  # any that outlive the server
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -115,11 +115,11 @@ def _ray(bundle: Path, folder: str, port: int) -> list[Any]:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return b""
 
 
-def until(condition: Callable[[], bool], seconds: int = 120) -> None:
+def wait_until(condition: Callable[[], bool], seconds: int = 120) -> None:
     for _ in range(seconds * 4):
         if condition():
             return
@@ -129,7 +129,7 @@ def until(condition: Callable[[], bool], seconds: int = 120) -> None:
 
 @pytest.fixture(scope="module", params=["local", "ray"])
 def server(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Server]:
-    folder = tempfile.mkdtemp(prefix="ray")  # short: it holds sockets
+    folder = tempfile.mkdtemp(prefix="ray")  # a short path, since it holds sockets
     server = Server(request.param, bundle, folder)
     try:
         client = openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
@@ -141,7 +141,7 @@ def server(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Server]:
             except (openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
                 return False
 
-        until(ready)
+        wait_until(ready)
         yield server
     finally:
         server.close()
@@ -153,10 +153,10 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
 
 
-def asked(
+def run_with_client(
     server: Server, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]], retries: int = 0
 ) -> Any:
-    """What this coroutine makes of a client."""
+    """Run this coroutine function on a new client, and return its result."""
 
     async def run() -> Any:
         url, most = server.url, retries
@@ -167,8 +167,8 @@ def asked(
 
 
 SAMPLED = {"temperature": 0.8, "seed": 7, "max_tokens": 48}
-# What is asked, and the same in the engine's terms.
-ASKED = [
+# Request fields, and the same as options of the engine.
+REQUESTS = [
     ({"temperature": 0}, {"temperature": 0, "max_new_tokens": 16}),
     (SAMPLED, {}),
     ({**SAMPLED, "stop": ["\n    "]}, {"stop": ["\n    "]}),
@@ -182,12 +182,12 @@ ASKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "ours"), ASKED)
+@pytest.mark.parametrize(("given", "ours"), REQUESTS)
 def test_a_text_is_that_of_a_local_call(
     client: openai.OpenAI, engine: outrider.TextEngine, given: dict[str, Any], ours: dict[str, Any]
 ) -> None:
-    """Whole and streamed."""
-    if given is not ASKED[0][0]:
+    """Both whole and streamed."""
+    if given is not REQUESTS[0][0]:
         ours = {"temperature": 0.8, "seed": 7, "max_new_tokens": 48} | ours
     prompt = "def read(path):\n"
     expected = engine.generate(prompt, chat=False, **ours)
@@ -208,7 +208,7 @@ def test_a_text_is_that_of_a_local_call(
 
 
 def test_a_conversation(client: openai.OpenAI, engine: outrider.TextEngine) -> None:
-    """A special token that a message spells is text, and control only where it is asked for."""
+    """A special token spelled out in a message is plain text unless "control" is requested."""
     messages = [{"role": "user", "content": "Read a file.<|endoftext|>"}]
     seeded = {"temperature": 0.8, "seed": 3}
     chat = client.chat.completions.create
@@ -224,7 +224,7 @@ def test_a_conversation(client: openai.OpenAI, engine: outrider.TextEngine) -> N
                 model="demo", messages=messages, stream=True, **{name: 32}, **seeded, **more
             )
             assert "".join(p.choices[0].delta.content for p in parts) == expected.text
-    # Without a length it goes on to the end of the context.
+    # Without a maximum length, generation may continue to the end of the context.
     stop = {"stop": ["def"], "extra_body": {"ignore_eos": True}}
     answer = chat(model="demo", messages=messages, **seeded, **stop)
     local = engine.generate(
@@ -267,9 +267,9 @@ def test_choices_and_log_probabilities(client: openai.OpenAI, engine: outrider.T
     expected = engine.generate(messages, max_new_tokens=8, logprobs=2, **seeded)
     options = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2, **seeded}
     (choice,) = client.chat.completions.create(model="demo", messages=messages, **options).choices
-    said = choice.logprobs.content
-    assert [token.logprob for token in said] == expected.logprobs
-    assert [[t.logprob for t in token.top_logprobs] for token in said] == [
+    content = choice.logprobs.content
+    assert [token.logprob for token in content] == expected.logprobs
+    assert [[t.logprob for t in token.top_logprobs] for token in content] == [
         [logprob for _, logprob in token.alternatives] for token in expected.tokens
     ]
 
@@ -313,22 +313,22 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         client.chat.completions.create(model="demo", messages=[], stream=stream)
     half = rb'{"model": "\ud800", "prompt": "x"}'
-    asked = Request(f"{client.base_url}completions", half, {"Content-Type": "application/json"})
-    with pytest.raises(HTTPError, match="404"):  # 500: the answer could not be written either
-        urlopen(asked)
+    request = Request(f"{client.base_url}completions", half, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError, match="404"):  # Fault: 500, since the answer could not be encoded
+        urlopen(request)
     with pytest.raises(openai.NotFoundError) as no_route:
         client.embeddings.create(model="demo", input="x")
     assert no_route.value.body["code"] == "route"
 
 
-async def begun(client: openai.AsyncOpenAI) -> AsyncIterator[Any]:
-    """A long text that has its slot."""
+async def start_long_request(client: openai.AsyncOpenAI) -> AsyncIterator[Any]:
+    """The stream of a long request that occupies a slot."""
     stream = await client.completions.create(model="demo", prompt="if ", stream=True, **LONG)
     await anext(stream)
     return stream
 
 
-async def rest(stream: Any) -> str | None:
+async def read_to_end(stream: Any) -> str | None:
     finish = None
     async for part in stream:
         finish = part.choices[0].finish_reason
@@ -337,8 +337,8 @@ async def rest(stream: Any) -> str | None:
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_who_leaves_makes_room(server: Server, leaves: bool) -> None:
-    """Both slots are taken, and one request waits: for the text that is not read any further, or
-    else, the control, for one of them to end."""
+    """Both slots are taken, and one request waits. It runs as soon as a client closes its stream,
+    or, in the control, when one of the long requests finishes."""
 
     async def work(client: openai.AsyncOpenAI) -> list[str]:
         ended: list[str] = []
@@ -347,41 +347,41 @@ def test_who_leaves_makes_room(server: Server, leaves: bool) -> None:
             await work
             ended.append(name)
 
-        first, second = await begun(client), await begun(client)
+        first, second = await start_long_request(client), await start_long_request(client)
         short = client.completions.create(model="demo", prompt="x", max_tokens=1)
-        waiting = [note("waiting", short), note("first", rest(first))]
+        waiting = [note("waiting", short), note("first", read_to_end(first))]
         if leaves:
             await second.close()
         else:
-            waiting.append(note("second", rest(second)))
+            waiting.append(note("second", read_to_end(second)))
         await asyncio.gather(*waiting)
         return ended
 
-    ended = asked(server, work)
+    ended = run_with_client(server, work)
     assert (ended[0] == "waiting") == leaves, ended
 
 
 def test_who_leaves_before_anything_was_said(server: Server) -> None:
-    """Requests that are not streamed: one in its slot, and one that waits."""
+    """Two requests without streaming are cancelled, one in its slot and one in the queue."""
 
     async def work(client: openai.AsyncOpenAI) -> list[str]:
-        other = await begun(client)
+        other = await start_long_request(client)
         create = client.completions.create
         both = [asyncio.create_task(create(model="demo", prompt="x", **LONG)) for _ in range(2)]
-        ended = asyncio.create_task(rest(other))
-        await asyncio.sleep(0.5)  # one of them has the other slot; if none has, this shows nothing
+        ended = asyncio.create_task(read_to_end(other))
+        await asyncio.sleep(0.5)  # until one has the other slot; otherwise the test shows nothing
         for task in both:
             task.cancel()
         await create(model="demo", prompt="x", max_tokens=1)
         assert not ended.done()
         return await ended
 
-    assert asked(server, work) == "length"
+    assert run_with_client(server, work) == "length"
 
 
 def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEngine) -> None:
     async def work(client: openai.AsyncOpenAI) -> list[Any]:
-        slots = [await begun(client) for _ in range(SLOTS)]
+        slots = [await start_long_request(client) for _ in range(SLOTS)]
         many = [
             asyncio.create_task(
                 client.completions.create(
@@ -390,35 +390,37 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
             )
             for seed in range(QUEUE + 40)
         ]
-        while sum(task.done() for task in many) < 40:  # those that are refused
+        while sum(task.done() for task in many) < 40:  # until 40 are refused
             await asyncio.sleep(0.1)
         for stream in slots:
             await stream.close()
         return await asyncio.gather(*many, return_exceptions=True)
 
-    answers = asked(server, work)
+    answers = run_with_client(server, work)
     refused = [answer for answer in answers if isinstance(answer, Exception)]
     assert len(refused) >= 40
     assert all(isinstance(error, openai.RateLimitError) for error in refused), refused
     assert {error.body["code"] for error in refused} == {"busy"}
     given = {n: a.choices[0].text for n, a in enumerate(answers) if a not in refused}
-    assert given == texts(engine, ["import "] * len(answers), 2, given)
+    assert given == local_texts(engine, ["import "] * len(answers), 2, given)
 
 
-def texts(engine: outrider.TextEngine, prompts: list[str], most: int, seeds: Any) -> dict[int, str]:
+def local_texts(
+    engine: outrider.TextEngine, prompts: list[str], most: int, seeds: Any
+) -> dict[int, str]:
     options = {"chat": False, "max_new_tokens": most, "temperature": 0.8}
     return {n: engine.generate(prompts[n], seed=n, **options).text for n in seeds}
 
 
 @pytest.mark.parametrize("server", ["ray"], indirect=True)
 def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> None:
-    """Its text ends with an error and not like a text that is complete; whoever waits, and a client
-    that tries again, have the right text; and there is another replica."""
+    """The dead replica's stream ends with an error, not as if it were complete; queued requests and
+    clients that retry get the right output; and a new replica starts."""
     before = server.replicas()
     assert len(before) == SLOTS
 
     async def work(client: openai.AsyncOpenAI) -> tuple[list[Any], list[str]]:
-        slots = [await begun(client) for _ in range(SLOTS)]
+        slots = [await start_long_request(client) for _ in range(SLOTS)]
         many = [
             asyncio.create_task(
                 client.completions.create(
@@ -428,12 +430,12 @@ def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> Non
             for seed in range(10)
         ]
         os.kill(min(before), signal.SIGKILL)
-        ends = await asyncio.gather(*map(rest, slots), return_exceptions=True)
+        ends = await asyncio.gather(*map(read_to_end, slots), return_exceptions=True)
         return ends, [answer.choices[0].text for answer in await asyncio.gather(*many)]
 
-    ends, given = asked(server, work, retries=5)
+    ends, given = run_with_client(server, work, retries=5)
     (broken,) = [end for end in ends if end != "length"]
     assert isinstance(broken, openai.APIError) and broken.body["code"] == "replica", broken
-    assert dict(enumerate(given)) == texts(engine, ["import "] * 10, 8, range(10))
-    until(lambda: len(server.replicas()) == SLOTS)
+    assert dict(enumerate(given)) == local_texts(engine, ["import "] * 10, 8, range(10))
+    wait_until(lambda: len(server.replicas()) == SLOTS)
     assert min(before) not in server.replicas()

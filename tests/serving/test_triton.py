@@ -1,4 +1,4 @@
-"""The Triton example against a stand-in of Triton's own module, on an engine of fakes."""
+"""The Triton example with a stand-in for Triton's own module, on a fake engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> TextEngine:
 
 @pytest.fixture
 def model(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The example, initialised by config.pbtxt; the checkout's runtime is what it imports."""
+    """The example, initialised from config.pbtxt; it imports the checkout's runtime."""
     loaded: dict[str, Any] = {}
 
     def load(bundle: str, **options: Any) -> TextEngine:
@@ -72,12 +72,12 @@ def request(
     return pb_utils.InferenceRequest(tensors, on_send)
 
 
-def sent(asked: pb_utils.InferenceRequest) -> list[pb_utils.InferenceResponse]:
-    """All responses, to the final flag."""
-    return list(iter(lambda: asked.sent.get(timeout=60), None))
+def responses(submitted: pb_utils.InferenceRequest) -> list[pb_utils.InferenceResponse]:
+    """All responses up to the final flag."""
+    return list(iter(lambda: submitted.sent.get(timeout=60), None))
 
 
-def said(response: pb_utils.InferenceResponse) -> dict[str, str]:
+def outputs(response: pb_utils.InferenceResponse) -> dict[str, str]:
     assert response.error() is None, response.error().message()
     names = re.findall(r'name: "(\w+)"', (FOLDER / "config.pbtxt").read_text())
     tensors = {t.name(): t.as_numpy() for t in response.output_tensors()}
@@ -89,12 +89,12 @@ OPTIONS = '{"max_new_tokens": 24, "temperature": 0.9, "seed": 4, "gamma": 0}'
 
 
 def test_many_requests_and_both_ways_to_answer(model: Any, engine: TextEngine) -> None:
-    """More than there are slots, at once: `execute` returns before they are answered."""
+    """`execute` takes more requests than there are slots and returns before they are answered."""
     expected = engine.generate("abc", **json.loads(OPTIONS))
-    asked = [request("abc", stream, OPTIONS) for stream in (None, False, True, True, False)]
-    assert model.execute(asked) is None
-    for streamed, one in zip((False, False, True, True, False), asked, strict=True):
-        answers = [said(response) for response in sent(one)]
+    submitted = [request("abc", stream, OPTIONS) for stream in (None, False, True, True, False)]
+    assert model.execute(submitted) is None
+    for streamed, one in zip((False, False, True, True, False), submitted, strict=True):
+        answers = [outputs(response) for response in responses(one)]
         assert (len(answers) > 1) == streamed
         assert "".join(answer["text_output"] for answer in answers) == expected.text
         finished = [answer["finish_reason"] for answer in answers]
@@ -113,23 +113,23 @@ def test_many_requests_and_both_ways_to_answer(model: Any, engine: TextEngine) -
     ],
 )
 def test_what_is_refused(model: Any, text: str, options: str, cause: str) -> None:
-    asked = request(text, options=options)
-    model.execute([asked])
-    (response,) = sent(asked)
+    submitted = request(text, options=options)
+    model.execute([submitted])
+    (response,) = responses(submitted)
     assert response.error().code() == pb_utils.TritonError.INVALID_ARG
     assert cause in response.error().message()
 
 
 def test_what_is_cancelled_makes_room(model: Any, engine: TextEngine) -> None:
-    """The next round is its last; without the question it would go on to its 400 tokens."""
+    """A cancelled request ends with the next round, instead of running on to its 400 tokens."""
 
     def leave(_: Any) -> None:
-        asked.cancelled.set()
+        submitted.cancelled.set()
 
-    asked = request("abc", True, '{"max_new_tokens": 400, "gamma": 0}', on_send=leave)
-    model.execute([asked])
-    first, last = sent(asked)
-    assert said(first)["finish_reason"] == ""
+    submitted = request("abc", True, '{"max_new_tokens": 400, "gamma": 0}', on_send=leave)
+    model.execute([submitted])
+    first, last = responses(submitted)
+    assert outputs(first)["finish_reason"] == ""
     assert last.error().code() == pb_utils.TritonError.CANCELLED
     assert engine.slot_queue.free == 1
 
@@ -138,22 +138,22 @@ def test_more_than_may_wait(model: Any, engine: TextEngine) -> None:
     engine.slot_queue._queue = 0
     with engine.stream("abc") as stream:
         next(stream)
-        asked = request("abc")
-        model.execute([asked])
-        (response,) = sent(asked)
+        submitted = request("abc")
+        model.execute([submitted])
+        (response,) = responses(submitted)
     assert response.error().code() == pb_utils.TritonError.UNAVAILABLE
 
 
 def test_a_fault_of_the_engine(model: Any, engine: TextEngine, monkeypatch: Any) -> None:
-    """Fault: a request without its final flag, for which the client waits for ever."""
+    """Fault: the request never got its final flag, and the client waited forever."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(engine, "round", broken)
-    asked = request("abc", True)
-    model.execute([asked])
-    *_, last = sent(asked)
+    submitted = request("abc", True)
+    model.execute([submitted])
+    *_, last = responses(submitted)
     assert last.error().code() == pb_utils.TritonError.INTERNAL
     assert "no such kernel" in last.error().message()
     assert engine.slot_queue.free == 1
@@ -161,14 +161,14 @@ def test_a_fault_of_the_engine(model: Any, engine: TextEngine, monkeypatch: Any)
 
 def test_unloading_ends_what_is_under_way(model: Any, engine: TextEngine, monkeypatch: Any) -> None:
     def slow(sequences: Any, real: Any = engine.round) -> Any:
-        time.sleep(0.02)  # so that the text is not over before the model is
+        time.sleep(0.02)  # so that generation does not finish before the model is unloaded
         return real(sequences)
 
     monkeypatch.setattr(engine, "round", slow)
-    asked = request("abc", True, '{"max_new_tokens": 400, "gamma": 0}')
-    model.execute([asked])
-    asked.sent.get(timeout=60)
+    submitted = request("abc", True, '{"max_new_tokens": 400, "gamma": 0}')
+    model.execute([submitted])
+    submitted.sent.get(timeout=60)
     model.finalize()
-    *_, last = sent(asked)
+    *_, last = responses(submitted)
     assert last.error().code() == pb_utils.TritonError.INTERNAL
     assert "closed" in last.error().message()

@@ -1,6 +1,6 @@
-"""Sessions over TensorRT's stand-in, beside the same toy model under Python's rounds.
+"""Sessions over TensorRT's stand-in, compared with the same toy model under Python's rounds.
 
-In a process of its own, which test_device_session.py starts: the stand-ins answer to the names of
+test_device_session.py runs this in a separate process, because the stand-ins have the sonames of
 the driver's and TensorRT's libraries.
 """
 
@@ -41,7 +41,7 @@ def count(driver: ctypes.CDLL, what: str) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(driver: ctypes.CDLL) -> Iterator[None]:
-    """What a session takes of a GPU it gives back, however it ends."""
+    """A session releases all GPU resources, however it ends."""
     yield
     driver.standin_fail(ctypes.c_longlong(-1))
     driver.standin_break_captures(False)
@@ -53,8 +53,8 @@ def nothing_stays(driver: ctypes.CDLL) -> Iterator[None]:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_requests_join_and_leave(tmp_path: Path, driver: ctypes.CDLL, slots: int) -> None:
-    """All kinds of drafts and rules, texts up to the context's end, rows used again: token by token
-    what Python's rounds say."""
+    """All kinds of drafts and rules, sequences up to the end of the context, and reused rows give
+    the tokens of Python's rounds."""
     random, manifest = Random(slots), make_bundle(tmp_path, slots=slots)
     with (
         closing(python_engine(tmp_path, manifest, slots)) as engine,
@@ -68,7 +68,7 @@ def test_requests_join_and_leave(tmp_path: Path, driver: ctypes.CDLL, slots: int
 
 
 def test_a_stale_row_would_be_noticed(tmp_path: Path) -> None:
-    """The control: the toy's tokens depend on every token before."""
+    """Negative control: the toy model's tokens depend on every token before them."""
     make_bundle(tmp_path, slots=1)
     with NativeSession(tmp_path) as session:
         texts = [session.generate([first, *range(2, 30)], **PLAIN) for first in (3, 4)]
@@ -81,12 +81,12 @@ LONG = np.random.default_rng(0).integers(2, 32, 600).tolist()
 @pytest.mark.parametrize(
     ("prompt", "options", "bundle", "length"),
     [
-        # Long prompts come in chunks.
+        # Long prompts are processed in chunks.
         *((LONG[:n], options, {"max_len": 700}, 30) for n in (256, 257, 600)
           for options in (PLAIN, DRAFTED)),
-        # A text grows to the capacity.
+        # A sequence grows to the capacity.
         ([5, 6, 7], {**DRAFTED, "max_new_tokens": 100}, {"max_len": 60}, 57),
-        # There is no draft model.
+        # The bundle has no draft model.
         ([5, 6, 5, 6], {**PLAIN, "gamma": 3, "draft": "ngram"}, {"draft": False}, 30),
     ],
     ids=lambda value: str(value)[:16],
@@ -115,7 +115,8 @@ def test_what_no_graph_can_hold_runs_without(tmp_path: Path, driver: ctypes.CDLL
 
 
 def test_contexts_that_are_kept_make_room(tmp_path: Path) -> None:
-    """Each has memory of its own beside the one they share."""
+    """A context that is kept uses memory besides the scratch that all share; with memory for only
+    three contexts, the output is the same."""
     make_bundle(tmp_path / "all", slots=1)
     make_bundle(tmp_path / "few", slots=1, contexts=3)
     texts = []
@@ -150,7 +151,7 @@ def test_sessions_beside_each_other_in_any_thread(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_breaks(tmp_path: Path, driver: ctypes.CDLL) -> None:
-    """What is on it ends with the context current, as TensorRT's objects want it."""
+    """TensorRT's objects are destroyed with the CUDA context current, as they require."""
     make_bundle(tmp_path, slots=1)
     with NativeSession(tmp_path) as session:
         session.generate([5, 6], **DRAFTED)
@@ -161,7 +162,7 @@ def test_a_gpu_that_breaks(tmp_path: Path, driver: ctypes.CDLL) -> None:
 
 
 def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
-    """Rows of NaN are wiped: the next text in the slot is as in a fresh one."""
+    """Rows of NaN are cleared: the next request in the slot runs as in a fresh one."""
     make_bundle(tmp_path, slots=2, nan_after=20)
     with NativeSession(tmp_path) as session:
         session.admit([5, 6], **{**PLAIN, "max_new_tokens": 1})  # the first slot stays taken
@@ -174,7 +175,8 @@ def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
 def test_a_slot_that_cannot_be_emptied_is_free_all_the_same(
     tmp_path: Path, driver: ctypes.CDLL
 ) -> None:
-    """Or a second release would free it below the next text, whose rows are emptied then."""
+    """Its rows are cleared on the next admission instead. If the slot were not free, a second
+    release would free it while the next request uses it."""
     make_bundle(tmp_path, slots=1, nan_after=20)
     with NativeSession(tmp_path) as session:
         request = session.admit([5, 6, 7], **PLAIN)
@@ -193,14 +195,14 @@ def test_a_slot_that_cannot_be_emptied_is_free_all_the_same(
 
 def test_every_allocation_may_fail(tmp_path: Path, driver: ctypes.CDLL) -> None:
     make_bundle(tmp_path, slots=2)
-    # Of each model: scratch, caches, logits, page-locked ones, and three inputs on both sides.
+    # For each model: scratch, caches, logits on device and host, and three inputs on both.
     for number in range(2 * (1 + 2 * 2 + 1 + 1 + 2 * 3)):
         driver.standin_fail(ctypes.c_longlong(number))
         with pytest.raises(OutriderError, match="the GPU") as caught:
             NativeSession(tmp_path)
         assert caught.value.kind == "memory" and caught.value.remedy
         assert count(driver, "device") == count(driver, "pinned") == 0
-    driver.standin_fail(ctypes.c_longlong(number + 1))  # and these are all
+    driver.standin_fail(ctypes.c_longlong(number + 1))  # there are no more allocations
     NativeSession(tmp_path).close()
 
 
@@ -231,7 +233,7 @@ def test_engines_that_are_refused(tmp_path: Path, odd: str) -> None:
 def test_calls_that_fail(tmp_path: Path, odd: str, kind: str, cause: str) -> None:
     make_bundle(tmp_path, slots=1, **{odd: 1})
     with NativeSession(tmp_path) as session:
-        for first in (5, 7):  # and the session is as it was
+        for first in (5, 7):  # twice: a failure leaves the session unchanged
             with pytest.raises(OutriderError, match=cause) as caught:
                 session.admit([first, 6], **PLAIN)
             assert caught.value.kind == kind and "\n" not in caught.value.cause

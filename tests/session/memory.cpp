@@ -1,9 +1,9 @@
-// Memory that is lacking: memory <bundle> <libonnxruntime.so> <bundle with broken logits>
+// Failing allocations. Usage: memory <bundle> <libonnxruntime.so> <bundle with broken logits>
 //
-// For each kind of request, every call is tried again and again; in the n-th attempt the n-th
-// allocation fails that liboutrider itself makes. Prints how many did, and ends with 2 where the
-// text is another than with memory for all, or its callback heard another, and with 3 where what
-// breaks the logits is not said or takes the slot.
+// For each kind of request, every call is retried until it has all its memory; in the n-th attempt
+// liboutrider's own n-th allocation fails. Prints the number of failures. Exits with 2 if the
+// output or the number of callback calls differs from a run without failures, and with 3 if broken
+// logits are not reported or occupy the slot.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace {
 
-thread_local int before_failure = -1; // allocations; below 0: none fails
+thread_local int before_failure = -1; // allocations until one fails; below 0: none fails
 
 bool called_by_us(void* address) {
   Dl_info ours{}, caller{};
@@ -42,7 +42,7 @@ int failures, callback_calls;
 
 std::int32_t count_calls(void*, std::int64_t) { return ++callback_calls, 0; }
 
-// How a call ends that has all the memory it wants, after those that had not.
+// Repeats a call until no allocation fails, and returns its status.
 template <class Call> std::int32_t retry_until_memory(bool allocations_fail, const Call& call) {
   for (int n = 0;; ++n) {
     before_failure = allocations_fail ? n : -1;
@@ -53,7 +53,7 @@ template <class Call> std::int32_t retry_until_memory(bool allocations_fail, con
   }
 }
 
-// Empty where a call fails for another reason.
+// Returns no tokens if a call fails for another reason.
 std::vector<std::int64_t> generate(outrider_session* session, const outrider_options& options,
                                    bool allocations_fail) {
   const std::int64_t prompt[] = {5, 6, 7, 5, 6};

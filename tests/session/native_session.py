@@ -1,5 +1,5 @@
-"""The C session of liboutrider, called through ctypes as a C program would; and in step with the
-Python runtime, for requests of all kinds."""
+"""The C session of liboutrider, called through ctypes as a C program would call it, and its
+step-by-step comparison with the Python runtime for requests of all kinds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class NativeToken:
 
 
 class NativeSession:
-    """See outrider_session.h. Failures are OutriderErrors."""
+    """See outrider_session.h. Failures raise OutriderError."""
 
     def __init__(self, folder: Path, *, corpus: Sequence[int] = (), **config: int):
         ids = (I64 * len(corpus))(*corpus)
@@ -105,7 +105,7 @@ class NativeSession:
             **{"abi_version": ABI_VERSION, **config}, folder=str(folder).encode(),
             onnxruntime=str(onnxruntime()).encode(), corpus=ids, corpus_length=len(corpus),
         )  # fmt: skip
-        self._session, self._kept = P(), {}  # callbacks, as long as they may be called
+        self._session, self._kept = P(), {}  # kept: each request's callback and arrays
         self._call("outrider_open", c.byref(made), c.byref(self._session))
 
     def close(self) -> None:
@@ -196,7 +196,8 @@ def c_options(
     draft_temperature: float | None = None,
     **rest: Any,
 ) -> tuple[COptions, list[Any]]:
-    """Options with Python's names, and what has to live as long as the request."""
+    """Options by their Python names. Returns the C options and the objects that must live as long
+    as the request."""
     options = COptions()
     library().outrider_default_options(c.byref(options))
     options.draft, options.rule = DRAFTS.index(draft or "default"), RULES.index(verify)
@@ -216,11 +217,11 @@ def c_options(
     return options, [ids, numbers, stops, callback]
 
 
-# In step with Python
+# Comparison with Python
 
 
 def random_options(random: Random, vocab_size: int) -> dict[str, Any]:
-    """Any that go together."""
+    """A random valid combination of options."""
     chosen: dict[str, Any] = {
         "max_new_tokens": random.randint(1, 40),
         "seed": random.getrandbits(63),
@@ -260,11 +261,12 @@ def tokens_match(python: Token, native: NativeToken) -> bool:
 def compare_runtimes(
     engine: TextEngine,
     session: NativeSession,
-    asked: Sequence[tuple[list[int], Mapping[str, Any]]],
+    jobs: Sequence[tuple[list[int], Mapping[str, Any]]],
     random: Random,
 ) -> int:
-    """Join, advance and leave in both; how many tokens were compared."""
-    decoder, waiting, compared = engine.decoder, list(asked)[::-1], 0
+    """Run the requests in both runtimes, joining, advancing and leaving in step. Returns the number
+    of tokens compared."""
+    decoder, waiting, compared = engine.decoder, list(jobs)[::-1], 0
     active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
 
     def compare(number: int, expected: Sequence[Token]) -> None:
@@ -279,7 +281,7 @@ def compare_runtimes(
         assert (stats.reused_tokens, stats.rounds, stats.drafted, stats.accepted) == (
             own.reused_tokens, own.rounds, own.drafted, own.accepted
         ), options  # fmt: skip
-        if finish is not None or random.random() < 0.02:  # or the client has gone away
+        if finish is not None or random.random() < 0.02:  # finished, or the client disconnects
             decoder.release(sequence)
             session.cancel(number)
             session.release(number)
@@ -308,8 +310,8 @@ def compare_runtimes(
 def requests(
     engine: TextEngine, count: int, random: Random
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts some of which begin alike, so that slots have rows of theirs, and some of whose texts
-    come to the context's end."""
+    """Random requests. Some prompts share a prefix, so that slots hold reusable rows, and some
+    sequences reach the end of the context."""
     vocab_size, max_len = engine.decoder.vocab_size, engine.decoder.max_len
     stems = [[random.randrange(vocab_size) for _ in range(max_len)] for _ in range(3)]
     longest = [*range(1, 61)] * 2 + [*range(max_len - 30, max_len - 4)]

@@ -1,6 +1,6 @@
-// Ends of streams that are no ordinary ones; prints what it saw: streams <bundle> <libonnxruntime.so>
+// Unusual ends of streams. Prints each. Usage: streams <bundle> <libonnxruntime.so>
 //
-// The bundle's draft model gives NaN.
+// The bundle's draft model returns NaN.
 #include <cstdio>
 #include <stdexcept>
 #include <utility>
@@ -39,15 +39,15 @@ int main(int, char** words) {
 
   outrider::Session session(config);
   outrider::Stream broken = session.stream({5, 6}, drafted), other = session.stream({5, 7}, plain);
-  other.next(), other.next(); // a round, in which the first one breaks before its token is taken
+  other.next(), other.next(); // runs a round, in which `broken` fails before its token is taken
   drain("broken", broken);
   drain("broken, again", broken);
-  broken.close(); // or the next one has no slot
+  broken.close(); // frees the slot for the next stream
   broken = session.stream({5, 6}, throwing);
   {
     const outrider::Session taken = std::move(session);
     std::printf("%d slots, %d moved away\n", taken.facts().slots, session.facts().slots);
-  } // streams have their own hold of it
+  } // the streams keep the session alive
   drain("other", other);
   drain("throwing", broken);
   drain("throwing, again", broken);

@@ -1,5 +1,5 @@
-"""The C session says what the Python runtime says, to the bit: the same requests join, advance and
-leave in both, in the same company."""
+"""The C session and the Python runtime give bitwise the same results: the same requests join,
+advance and leave in both, in the same batches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_requests_join_and_leave(llama_bundle: Path, slots: int) -> None:
 @pytest.mark.parametrize("name", cases(["qwen3.5"], RECURRENT))
 @pytest.mark.parametrize("slots", [1, 3])
 def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: int) -> None:
-    """Or begin anew. Who sits a call out, beside other kinds of drafts, keeps its rows."""
+    """A recurrent state is reused only where it matches the prompt exactly; otherwise the prompt is
+    read from the start. A sequence that skips a draft call, beside other kinds of drafts, keeps its
+    rows."""
     random = Random(slots)
     bundle = workshop.bundle(workshop.checkpoint(name), workshop.checkpoint(name, blur=0.2))
     with both(bundle, slots=slots, threads=1) as (engine, session):
@@ -74,7 +76,7 @@ def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: 
             for draft in random.choices(["chain", "model"], [2, 1])
         ]
         assert compare_runtimes(engine, session, chained, random) > 300
-        known = random.choices(range(200), k=60)  # what the first rows are of is lost by then
+        known = random.choices(range(200), k=60)  # too long for the first rows' state to remain
         for prompt, reused in ((known, 0), ([*known, 1, 2], 60), ([*known[:40], 3], 0)):
             number = session.admit(prompt, max_new_tokens=1, gamma=0)
             assert session.stats(number).reused_tokens == reused
@@ -82,20 +84,20 @@ def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: 
 
 
 def test_a_draft_that_cannot_read_every_token(workshop: Workshop) -> None:
-    """It reads ids that it has no embedding for as 0, in a prompt and where a round begins. The
-    target has 264 tokens in 320 columns, the draft 257 in 260."""
+    """The draft reads ids for which it has no embedding as 0, in a prompt and at the start of a
+    round. The target has 264 tokens in 320 columns, the draft 257 in 260."""
     tokens = (*TOKENS, *(f"<extra {i}>" for i in range(7)))
     target = workshop.checkpoint("llama", tokens=tokens, vocab_size=320, num_hidden_layers=1)
     draft = workshop.checkpoint("llama", seed=7, vocab_size=260, num_hidden_layers=1)
     random = Random(7)
     with both(workshop.bundle(target, draft), slots=2, threads=1) as (engine, session):
-        common = {**CHAINED, "gamma": 4, "logprobs": 2}  # which are of the tokens alone
-        asked = [
+        common = {**CHAINED, "gamma": 4, "logprobs": 2}  # log-probabilities of real tokens only
+        jobs = [
             ([263, *prompt[:40], 263], {**common, "draft": kind, "seed": i})
             for i, (prompt, _) in enumerate(requests(engine, 8, random))
             for kind in ("model", "chain")
         ]
-        assert compare_runtimes(engine, session, asked, random) > 100
+        assert compare_runtimes(engine, session, jobs, random) > 100
 
 
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
             number = session.admit(prompt, **options)
             assert [token.id for token in session.tokens(number)] == expected.token_ids
             stats = session.stats(number)
-        with NativeSession(llama_bundle, threads=1) as session:  # the control
+        with NativeSession(llama_bundle, threads=1) as session:  # control: without the corpus
             number = session.admit(prompt, **options)
             assert len(list(session.tokens(number))) == 40
             assert session.stats(number).drafted < stats.drafted == expected.stats.drafted
@@ -129,8 +131,8 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
 )
 def test_architectures(workshop: Workshop, name: str, weights: str | None) -> None:
     draft, random = workshop.checkpoint(name, blur=0.2), Random(name)
-    few = {"weights": weights, "draft_weights": weights} if weights else {}
-    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
+    options = {"weights": weights, "draft_weights": weights} if weights else {}
+    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **options)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
         assert session.facts.output_invariant == engine.bits.independent_of_gamma
         assert compare_runtimes(engine, session, requests(engine, 60, random), random) > 500
@@ -153,7 +155,8 @@ def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> 
 
 
 def test_what_is_refused(llama_bundle: Path) -> None:
-    """The same kind of failure as in Python, and none is taken silently."""
+    """Invalid options and prompts are refused with the same kind of error as in Python; none is
+    silently accepted."""
     wrong: list[dict[str, Any]] = [
         {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": 1e9},
         {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0},
@@ -188,7 +191,8 @@ def test_what_is_refused(llama_bundle: Path) -> None:
 def test_one_text_for_every_gamma_or_none(
     llama_bundle: Path, tmp_path: Path, found: str, width: int
 ) -> None:
-    """By what the build measured; the coupled rule promises what a plain width of 1 gives up."""
+    """Whether the output depends on gamma follows from the build's measurements. The coupled rule
+    is refused where a plain width of 1 gives that invariance up."""
     bundle = Path(shutil.copytree(llama_bundle, tmp_path / "bundle"))
     if (calls := MEASURED[found]) is not None:
         invariance = Invariance(processor(), one=calls, several=calls, slots=True)

@@ -1,8 +1,8 @@
 """The session over TensorRT without TensorRT's library and without a GPU.
 
-Its engine is built against real headers where TENSORRT_ROOT names them, else against a stand-in's,
-and opened with stand-ins for the driver and for TensorRT, which check what they are told.
-What this does not show: that TensorRT does what its headers say, and how fast anything is.
+Its engine is built against the real headers if TENSORRT_ROOT is set, otherwise against a
+stand-in's, and opened with stand-ins for the driver and TensorRT, which check their inputs.
+This does not show that TensorRT does what its headers document, or how fast anything is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.files.manifest import StateFacts
 from runtime.files.records import write_json
 
 HERE = Path(__file__).parent
-# Opens a bundle as a program does that has nothing of ours but the library.
+# Opens a bundle as a program does that has only the library.
 OPEN_SCRIPT = """
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ except Exception as error:
 """
 
 
-COMPILER_OUTPUT = StringIO()  # of the engine's build
+COMPILER_OUTPUT = StringIO()  # from building the engine
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_it_compiles_without_a_warning(environment: Mapping[str, str]) -> None:
 
 
 def test_older_headers_make_no_engine(tmp_path: Path) -> None:
-    """Of the plugin they still make one."""
+    """Older headers are enough for the plugin, but not for the engine."""
     path = tmp_path / "NvInferRuntime.h"
     path.write_text("class ICudaEngine;")
     assert not build_tensorrt.can_build_engine(tmp_path)
@@ -101,7 +101,7 @@ def test_liboutrider_needs_none_of_it() -> None:
 def test_what_is_missing_is_named(
     missing: str, message: str, tmp_path: Path, environment: Mapping[str, str]
 ) -> None:
-    """In a copy of the folder of liboutrider, and where no stand-in is found."""
+    """Runs with a copy of liboutrider's folder, where no stand-in is found."""
     library, own, driver = find_library(), tmp_path / "lib", tmp_path / "driver"
     assert library is not None
     own.mkdir()
@@ -128,7 +128,7 @@ def test_what_is_missing_is_named(
 
 
 def test_caches_beyond_any_memory_are_refused(tmp_path: Path) -> None:
-    """Before their bytes are multiplied. Fault: they were, beyond 64 bits."""
+    """Sizes are checked before they are multiplied. Fault: the product overflowed 64 bits."""
     manifest = make_bundle(tmp_path, slots=1)
     shapes, capacity = [[2**16, 2**16]] * 2, 2**31 - 1
     models = {

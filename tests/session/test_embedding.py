@@ -1,5 +1,5 @@
-"""What a C or C++ program sees of the session: headers that compile anywhere, an example that runs,
-bundles that are refused in two lines, and no fault under sanitizers."""
+"""The session as a C or C++ program uses it: headers that compile anywhere, an example that runs,
+bundles refused with a two-line error, and no fault under sanitizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runtime.files.records import write_json
 from runtime.sampling.kernel import ABI_VERSION
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-# What is not instrumented looks like a race to a sanitizer.
+# ONNX Runtime is not instrumented, which looks like a race to a sanitizer.
 SUPPRESSED = "race:libonnxruntime.so\ndeadlock:libonnxruntime.so\n"
 SANITIZERS = {"address,undefined": [], "thread": ["-DOUTRIDER_LOGITS_PER_THREAD=1"]}
 
@@ -39,7 +39,7 @@ def copied(bundle: Path, place: Path) -> Path:
 
 
 def with_broken(role: str, bundle: Path, place: Path) -> Path:
-    """A copy whose model of this role says NaN."""
+    """A copy of the bundle whose model of this role returns NaN."""
     weights = copied(bundle, place) / role / "weights.bin"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     return place
@@ -61,7 +61,7 @@ def test_headers_are_c(tmp_path: Path) -> None:
 
 
 def compiled(compiler: Sequence[str], source: Path, place: Path) -> Path:
-    """A program with the session's library."""
+    """Compile a program that links the session's library."""
     found, program = find_library(), place / source.stem
     assert found is not None
     subprocess.run(
@@ -98,8 +98,8 @@ def test_the_example(
 
 
 def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
-    """What ends a text comes out behind its last token, also what a callback throws; a stream holds
-    its session, and gives its slot back when it is told to."""
+    """The error that ends a sequence, or the exception that a callback throws, is raised after the
+    last token. A stream keeps its session alive, and releases its slot when closed."""
     bundle = with_broken("draft", llama_bundle, tmp_path / "bundle")
     program = compiled(find_compiler(), Path(__file__).with_name("streams.cpp"), tmp_path)
     done = run(program, bundle, onnxruntime())
@@ -113,7 +113,7 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
 
 
 def test_memory_that_is_lacking_changes_no_text(llama_bundle: Path, tmp_path: Path) -> None:
-    """Each allocation of the library's own fails once, in every call of requests of all kinds."""
+    """Each of the library's own allocations fails once, in every call of requests of all kinds."""
     program = compiled(find_compiler(), Path(__file__).with_name("memory.cpp"), tmp_path)
     broken = with_broken("target", llama_bundle, tmp_path / "bundle")
     done = run(program, llama_bundle, onnxruntime(), broken)
@@ -123,7 +123,7 @@ def test_memory_that_is_lacking_changes_no_text(llama_bundle: Path, tmp_path: Pa
 
 
 def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
-    """Also where the build folder was made with another one."""
+    """A folder that is given takes effect even if the build folder was configured with another."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     found, other = find_library(), tmp_path / "site-packages" / "outrider"
@@ -154,12 +154,13 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
     write(ABI_VERSION + 1)
     assert f"version: {ABI_VERSION}" in configured(other / "cmake").stderr
     words = ("-S", CHECKOUT / "examples", "-B", tmp_path / "embed", f"-Doutrider_DIR={folder()}")
-    examples = run(Path("cmake"), *words)  # Fault: they asked for a number that was gone
+    examples = run(Path("cmake"), *words)  # Fault: they asked for an outdated version
     assert examples.returncode == 0, examples.stderr
 
 
 def test_hashes_without_the_processors_instructions_for_them(llama_bundle: Path) -> None:
-    """Where they are, which is wherever the tests run, nothing else looks at the plain loops."""
+    """The plain loops have no other test, since the processors that run the tests all have
+    instructions for the hashes."""
     with instructions("plain") as there:
         assert there
         NativeSession(llama_bundle).close()
@@ -181,7 +182,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     ):  # fmt: skip
         (bundle / "manifest.json").write_text(text)
         refused("bundle", words)
-    # Whatever a name holds, the checksum is Python's.
+    # The checksum agrees with Python's for any characters in a name.
     odd = replace(read_bundle(llama_bundle, verify=False), name='"\\/\x01\x7f é \U0001f600 \ud800')
     write_json(bundle / "manifest.json", "manifest", odd)
     NativeSession(bundle).close()
@@ -193,7 +194,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     def of_target(**facts: object) -> Manifest:
         return of_pair(target=replace(target, **facts))
 
-    few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # a round's rows are one more
+    too_few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # one row fewer than a round needs
     unlisted = {name: file for name, file in odd.files.items() if name != "target/weights.bin"}
     for edited, kind, words in (
         (replace(odd, backend="aotinductor"), "backend", "aotinductor"),
@@ -208,7 +209,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         (of_target(encoder=EncoderFacts([[1, 1]], [[1, 1]])), "backend", "encoder-decoder"),
         (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
         (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
-        (of_target(states=few), "bundle", "about its states"),
+        (of_target(states=too_few), "bundle", "about its states"),
         (of_pair(draft=replace(pair.draft, key_shapes=[])), "bundle", "about its caches"),
     ):  # fmt: skip
         write_json(bundle / "manifest.json", "manifest", edited)
@@ -283,7 +284,7 @@ def test_any_thread_cancels(llama_bundle: Path) -> None:
 
 
 def test_a_number_that_was_not_given_out_cancels_nothing(llama_bundle: Path) -> None:
-    """Fault: it was kept, and ended who got the number later."""
+    """Fault: the number was kept, and cancelled the request that got it later."""
     with NativeSession(llama_bundle) as session:
         for number in range(100):
             session.cancel(number)
@@ -335,7 +336,7 @@ def test_hostile_use_under_sanitizers(sanitizer: str, llama_bundle: Path, tmp_pa
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -357,7 +358,7 @@ def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
 
 @pytest.mark.slow
 def test_all_kinds_of_company_need_no_more_memory(llama_bundle: Path) -> None:
-    """Fault: calls were kept of each first slot, last slot and width that there had been."""
+    """Fault: a call was cached for every combination of first slot, last slot and width."""
     slots, chained = 32, {"draft": "chain", "gamma": 8, "ignore_eos": True}
 
     def generate(session: NativeSession, spans: Sequence[tuple[int, ...]]) -> None:
@@ -380,7 +381,8 @@ def test_all_kinds_of_company_need_no_more_memory(llama_bundle: Path) -> None:
 
 
 def test_what_cannot_be_opened(llama_bundle: Path) -> None:
-    """Before anything is loaded: another version's program, more slots than memory, odd ids."""
+    """Refused before anything is loaded: a program compiled for another version, invalid numbers of
+    slots and threads, and corpus ids that do not exist."""
     for config, kind, words in (
         ({"abi_version": 1}, "option", "compiled for version 1"),
         ({"slots": -1}, "option", "slots=-1"), ({"threads": 10**6}, "option", "threads="),

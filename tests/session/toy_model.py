@@ -1,5 +1,5 @@
-"""A toy model for TensorRT's stand-in (tests/standins/native), in Python too; bundles that hold it;
-and what has to be compiled before one can be opened."""
+"""The toy model of TensorRT's stand-in (tests/standins/native) in Python, bundles that hold it, and
+the compilation of the stand-ins and engine that opening one needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from runtime.text.tokenizer import Tokenizer
 
 STANDINS = Path(__file__).parents[1] / "standins" / "native"
 WORD = 2**64 - 1
-LAYERS, HEADS, WIDTH = 2, 2, 64  # so that a slot's rows are a multiple of 256 bytes
-SEED, NOISE = 11, 96  # of the draft: in 1/256, beside the target's own logits
+LAYERS, HEADS, WIDTH = 2, 2, 64  # make a slot's rows a multiple of 256 bytes
+SEED, NOISE = 11, 96  # noise: on the draft's logits, relative to the target's, in 1/256
 
 
 def _mix(x: int) -> int:
@@ -44,7 +44,7 @@ def _mix(x: int) -> int:
 
 
 def toy(vocab_size: int, noise: int = 0) -> Model:
-    """nvinfer.cpp's model: logits of all tokens before, each a number that float32 has."""
+    """nvinfer.cpp's model: logits that depend on all tokens before and are exact in float32."""
 
     def part(hash_: int) -> Logits:
         bits = [_mix((hash_ + v) & WORD) >> 40 for v in range(vocab_size)]
@@ -64,7 +64,7 @@ def make_bundle(
     folder: Path, *, slots: int, max_len: int = 160, vocab_size: int = 32, draft: bool = True,
     target: str = "sm90", **odd: object,
 ) -> Manifest:  # fmt: skip
-    """odd: what nvinfer.cpp looks for in a plan, of the target."""
+    """odd: extra fields of the target's plan, with which nvinfer.cpp misbehaves."""
     manifest = make_manifest(
         draft=draft, slots=slots, vocab_size=vocab_size, max_len=max_len, max_gamma=MAX_GAMMA
     )
@@ -131,11 +131,11 @@ def python_engine(folder: Path, manifest: Manifest, slots: int) -> TextEngine:
     return TextEngine(manifest, tokenizer, decoder, {})
 
 
-# What is compiled
+# Compilation
 
 
 def _stubs(headers: Path) -> str:
-    """C++ classes in which every function of apiv's interfaces aborts, for any version of them."""
+    """C++ classes in which every function of apiv's interfaces aborts, for any TensorRT version."""
     text = re.sub(r"//.*", "", (headers / "NvInferImpl.h").read_text())
     classes = []
     for name in ("Runtime", "CudaEngine", "ExecutionContext"):
@@ -153,8 +153,9 @@ def _stubs(headers: Path) -> str:
 
 
 def compile_standins(folder: Path) -> Mapping[str, str]:
-    """The driver and TensorRT in `folder`, and the engine beside a copy of liboutrider; the
-    environment of a process that finds them, which names the folder STANDINS."""
+    """Compile the stand-ins for the driver and TensorRT into `folder`, and the engine beside a copy
+    of liboutrider. Returns the environment in which a process finds them; STANDINS is the
+    folder."""
     headers, cuda = build_tensorrt.tensorrt_headers(TENSORRT), build_tensorrt.cuda_headers()
     (folder / "stubs.h").write_text(_stubs(headers))
     version = (headers / "NvInferVersion.h").read_text()

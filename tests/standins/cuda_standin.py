@@ -1,10 +1,10 @@
 """A CUDA driver without a GPU: device memory is host memory, and a launch runs the emulated kernel.
 
 Enough of cuda.bindings.driver for runtime/backends/cuda.py and gpu/launch.py, with its conventions:
-every function returns a tuple that begins with an error code. What is put on a stream happens
-later: at any call of the driver some of it may, of any stream, by a chance that a seed decides; at
-the latest when somebody waits. So what reads too early may read garbage, and what may not be
-touched while a copy is under way is read late. A capture records work, and a graph repeats it.
+every function returns a tuple that begins with an error code. Work on a stream runs later: at any
+call of the driver, some work of any stream may run, at seeded random; at the latest it runs when
+the host waits. So code that reads too early may read garbage, and memory that must not change
+during a copy is read late. A capture records work, and a graph repeats it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.gpu.launch import Loop, Plan, Ring
 from runtime.sampling import kernel
 
 DEFAULT, STREAM = 0, 0x5EED  # neither waits for the other
-HASTE = 0.5  # the chance that a call finds the device having got on, and that it did so further
+PROGRESS = 0.5  # probability, on each call, that the device has run one more piece of work
 PARAMETERS = {
     b"outrider_begin": Loop, b"outrider_feed": Loop, b"outrider_commit": Loop,
     b"outrider_again": Ring,
@@ -50,7 +50,7 @@ Status = tuple[Error]
 
 
 def _always(*answer: object) -> Any:
-    """A function of the driver that has nothing to do."""
+    """A function of the driver that does nothing."""
     return staticmethod(lambda *_: (OK, *answer))
 
 
@@ -59,10 +59,10 @@ def _garbage(size: int) -> Any:
 
 
 class FakeDriver:
-    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes that the device has. seed:
-    of when things happen.
+    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes of device memory. seed: for
+    the timing of work.
 
-    launched: every kernel that ran. log: what was asked of streams and graphs, in order.
+    launched: every kernel that ran. log: operations on streams and graphs, in order.
     """
 
     CUdevice_attribute = SimpleNamespace(
@@ -87,13 +87,13 @@ class FakeDriver:
         self.loaded = b""
         self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
         self.conditions: dict[int, Any] = {}
-        self.loops = True  # whether it is of a version that has them
+        self.loops = True  # whether this driver version supports conditional nodes
         self.loaded_kernels: set[bytes] = set()
         self._queues: dict[int, list[Work]] = {DEFAULT: [], STREAM: []}
         self._recording: list[Work] | None = None
         self._invalid = False
-        self.current: list[str] = []  # contexts of the one thread there is
-        self._busy = False  # some of the stream's work is under way
+        self.current: list[str] = []  # context stack of the only thread
+        self._busy = False  # work of a stream is running
 
     # The device, its contexts, and the code that it runs
 
@@ -104,7 +104,7 @@ class FakeDriver:
         return OK, ordinal
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Error, int]:
-        return OK, attribute  # its value stands in for its number
+        return OK, attribute  # CUdevice_attribute above maps each attribute to its value
 
     def cuCtxSetCurrent(self, context: str) -> Status:
         self.current = [context]
@@ -158,7 +158,7 @@ class FakeDriver:
     # The stream
 
     def enqueue(self, stream: int, work: Work) -> Status:
-        """What an engine's library does: put work on a stream, whose graph may be recorded."""
+        """Put work on a stream, as an engine's library does; a capture may be recording it."""
         if stream not in self._queues:
             work()
         elif stream == STREAM and self._recording is not None:
@@ -169,21 +169,21 @@ class FakeDriver:
         return (OK,)
 
     def pass_time(self) -> None:
-        """The device may get on, with whatever is on its streams."""
-        while not self._busy and self._recording is None and self._chance.random() < HASTE:
+        """Let the device run some of the work on its streams, at random."""
+        while not self._busy and self._recording is None and self._chance.random() < PROGRESS:
             waiting = [stream for stream, queue in self._queues.items() if queue]
             if not waiting:
                 break
             self._step(self._chance.choice(waiting))
 
     def drain(self, stream: int = STREAM) -> None:
-        """What is on the stream happens."""
-        # The collector may ask for it in the midst of some work, which nothing may overtake.
+        """Run all work on the stream."""
+        # The garbage collector may call this during other work, which nothing may overtake.
         while self._queues[stream] and not self._busy:
             self._step(stream)
 
     def drop(self) -> None:
-        """What is on the stream never happens."""
+        """Discard all work on the stream."""
         self._queues[STREAM].clear()
 
     def _step(self, stream: int = STREAM) -> None:
@@ -194,7 +194,8 @@ class FakeDriver:
             self._busy = False
 
     def _free(self, work: Work) -> Status:
-        """After all that is on the stream."""
+        """Run `work` now, or after everything on the stream if the garbage collector calls this
+        during other work."""
         if self._busy:
             self._queues[STREAM].append(work)
         else:
@@ -213,7 +214,7 @@ class FakeDriver:
         return (OK,)
 
     def cuStreamQuery(self, stream: int) -> Status:
-        """A host that asks lets the stream get on a little."""
+        """Each query lets the stream run one piece of work."""
         assert self._recording is None
         if self._queues[stream]:
             self._step(stream)
@@ -224,7 +225,7 @@ class FakeDriver:
         return OK, {"recorded": 0, "reached": 0}
 
     def cuEventRecord(self, event: dict[str, int], stream: int) -> Status:
-        event["recorded"] += 1  # a later record takes the place of an earlier one
+        event["recorded"] += 1  # a later record replaces an earlier one
         number = event["recorded"]
         return self.enqueue(stream, lambda: event.update(reached=number))
 
@@ -241,7 +242,7 @@ class FakeDriver:
     # Captures and graphs
 
     def break_capture(self) -> None:
-        """What a forbidden call does while a stream captures."""
+        """Invalidate the capture, as a forbidden call does."""
         self._invalid = self._recording is not None
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> Status:
@@ -304,7 +305,7 @@ class FakeDriver:
     def cuGraphAddNode(
         self, graph: list[Work], before: None, edges: None, count: int, node: SimpleNamespace
     ) -> tuple[Error, str]:
-        """A loop: its body is filled by a capture, and runs while its condition says so."""
+        """Add a loop: a capture fills its body, which runs while its condition is nonzero."""
         what = node.conditional
         assert (node.type, what.type, what.size, what.ctx, count) == (13, 1, 1, "context", 0)
         body: list[Work] = []
@@ -348,7 +349,7 @@ class FakeDriver:
         return OK, self._memory - used, self._memory
 
     def cuMemsetD8(self, address: int, value: int, size: int) -> Status:
-        """On the default stream, for which ours does not wait."""
+        """Runs on the default stream, for which STREAM does not wait."""
         return self.cuMemsetD8Async(address, value, size, DEFAULT)
 
     def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> Status:
@@ -362,7 +363,7 @@ class FakeDriver:
     cuMemcpyDtoH = cuMemcpyHtoD
 
     def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> Status:
-        """Reads page-locked memory when its turn comes; other memory now, having waited."""
+        """Reads page-locked memory when the copy runs; other memory now, after waiting."""
         if not self._is_pinned(source):
             self.cuStreamSynchronize(stream)
             data = ctypes.string_at(source, size)

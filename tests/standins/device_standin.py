@@ -1,4 +1,4 @@
-"""Rounds on a GPU without one: engines that enqueue on the stream of `cuda_standin.FakeDriver`."""
+"""GPU rounds without a GPU: engines that enqueue on the stream of `cuda_standin.FakeDriver`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def facts_of(fake: FakeEngine, dtype: Dtype = "float32") -> GraphFacts:
 
 
 class FakeDeviceEngine(DeviceEngine):
-    """`FakeEngine` behind `enqueue`: what it is told lies in device memory when its turn comes.
+    """A `FakeEngine` behind `enqueue`, which reads its inputs from device memory when it runs.
     dtype: of its logits, float32 or bfloat16."""
 
     def __init__(
@@ -38,7 +38,7 @@ class FakeDeviceEngine(DeviceEngine):
         self.chunk = fake.chunk
         fake.__class__ = type("Behind", (IdleFake, type(fake)), {})
         self._driver, self.fake = driver, fake
-        self.made: set[object] = set()  # the calls that were made outside of a capture
+        self.made: set[object] = set()  # the calls that ran outside a capture
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
@@ -63,7 +63,7 @@ class FakeDeviceEngine(DeviceEngine):
         if self._driver._recording is None:
             self.made.add(shape)
         assert shape in self.made, f"{shape} is captured before it ran"
-        me = weakref.ref(self)  # a graph holds no engine, or nothing would ever end
+        me = weakref.ref(self)  # a graph that kept its engine alive would prevent cleanup
 
         def work() -> None:
             if (engine := me()) is not None:
@@ -93,7 +93,7 @@ def make_driver(seed: int = 0) -> FakeDriver:
 
 
 def make_device(driver: FakeDriver, ordinal: int = 0) -> Device:
-    """A GPU with this driver, whose machine code is an empty file."""
+    """A GPU with this driver; its machine code is an empty file."""
     with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
         return Device(ordinal, Path(image.name), driver)
 
@@ -107,7 +107,8 @@ def make_rounds(
     dtype: Dtype = "float32",
     **options: Any,
 ) -> DeviceRounds:
-    """rounds: `DeviceRounds` or `LoopingRounds`; dtype: of logits; options: its own."""
+    """Rounds on fake engines. rounds: `DeviceRounds` or `LoopingRounds`; dtype: of the logits;
+    options: those of `rounds`."""
     driver = driver or make_driver()
     device = make_device(driver)
     stream = device.create_stream()

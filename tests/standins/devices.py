@@ -1,4 +1,4 @@
-"""Decoders on the driver that stands in for CUDA's, and texts that come and go on them."""
+"""Decoders on the fake CUDA driver, and sequences that join and leave them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:
 
 
 def texts(decoder: Decoder, *requests: Request) -> list[list[int]]:
-    """All of them at a time."""
+    """The output of all requests, decoded at once."""
     sequences = [decoder.admit(request) for request in requests]
     finish(decoder, *sequences)
     for sequence in sequences:
@@ -58,15 +58,15 @@ def text(decoder: Decoder, request: Request) -> list[int]:
 
 
 def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
-    """What the driver is asked for meanwhile."""
+    """The operations that the driver logs during `action`."""
     driver.log.clear()
     action()
     return list(driver.log)
 
 
 def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
-    """Texts that join, sit out, and leave early or at their end, by a fixed chance. changing: the
-    chance that a text changes its gamma before a round."""
+    """Decode sequences that join, skip rounds, and leave early or when they finish, at seeded
+    random. changing: the probability that a sequence changes its gamma before a round."""
     chance = random.Random(seed)
     waiting = [
         Request(
@@ -101,5 +101,5 @@ def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
         for sequence in [*present]:
             if sequence.finish_reason or chance.random() < 0.03:
                 leave(sequence)
-    # With top log-probabilities, which are read from the device's logits.
+    # Include the top log-probabilities, which are read from the device's logits.
     return [[(token.id, token.alternatives) for token in sequence.output] for sequence in done]

@@ -1,6 +1,6 @@
-// A CUDA driver without a GPU, for the TensorRT plugin: device memory is host memory, launches are
-// recorded and run at once. The sampling kernels run in plugins/cuda/emulate.cpp, a library of its own;
-// the two small ones around them here, thread by thread.
+// A CUDA driver without a GPU, for the TensorRT plugin: device memory is host memory; launches are
+// recorded and run at once. A separate library, plugins/cuda/emulate.cpp, runs the sampling
+// kernels; the two small kernels around them run here, thread by thread.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -27,10 +27,10 @@ Dim blockIdx, blockDim, threadIdx;
 
 namespace {
 
-int32_t (*emulated_knows)(const char*);
+int32_t (*emulated_has)(const char*);
 void (*emulated_launch)(const char*, const uint32_t[3], uint32_t, const void*);
 
-std::string told; // one line an event
+std::string events; // one per line
 std::vector<std::string> kernels; // a CUkernel is an index + 1
 
 template <class T> T at(void** parameters, int i) {
@@ -54,22 +54,22 @@ void run(const std::string& name, void** p) {
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Where the emulated kernels are. 0: they are not there.
+// Loads the emulated kernels from this library. Returns 0 on failure.
 API int fake_kernels(const char* path) {
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return 0;
-  emulated_knows =
-      reinterpret_cast<decltype(emulated_knows)>(dlsym(library, "outrider_emulate_has_kernel"));
+  emulated_has =
+      reinterpret_cast<decltype(emulated_has)>(dlsym(library, "outrider_emulate_has_kernel"));
   emulated_launch =
       reinterpret_cast<decltype(emulated_launch)>(dlsym(library, "outrider_emulate_launch"));
-  return emulated_knows != nullptr && emulated_launch != nullptr ? 1 : 0;
+  return emulated_has != nullptr && emulated_launch != nullptr ? 1 : 0;
 }
 
-// Everything that happened since the last call.
+// Returns all events since the last call.
 API const char* fake_told() {
   static std::string text;
-  text.swap(told);
-  told.clear();
+  text.swap(events);
+  events.clear();
   return text.c_str();
 }
 
@@ -91,7 +91,7 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
 API CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**,
                                unsigned, CUlibraryOption*, void**, unsigned) {
   if (std::memcmp(code, "\177ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;
-  told += "load\n";
+  events += "load\n";
   *library = reinterpret_cast<CUlibrary>(const_cast<void*>(code));
   return CUDA_SUCCESS;
 }
@@ -113,11 +113,11 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigne
   const std::string& name = kernels[reinterpret_cast<std::uintptr_t>(function) - 1];
   char line[256];
   std::snprintf(line, sizeof line, "%s %u %u %u %u\n", name.c_str(), x, y, z, block);
-  told += line;
+  events += line;
   if (block_y != 1 || block_z != 1 || shared != 0 || extra != nullptr || stream == nullptr)
-    told += "odd launch\n";
+    events += "odd launch\n";
   const uint32_t grid[] = {x, y, z};
-  if (emulated_knows(name.c_str()) != 0) {
+  if (emulated_has(name.c_str()) != 0) {
     emulated_launch(name.c_str(), grid, block, parameters[0]);
     return CUDA_SUCCESS;
   }

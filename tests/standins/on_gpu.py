@@ -1,7 +1,7 @@
 """liboutrider's C interface with its draws and verifications on the GPU, for checks.
 
-What takes host memory takes it here too: each call copies in, launches, copies out. So all
-that is proved of the CPU library can be proved of the kernels by the same tests.
+Functions that take host memory take it here too: each call copies in, launches and copies out. So
+the tests that check the CPU library also check the kernels.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OK, BAD_PARAMETER, SLOT_FAILED = 0, 2, 5
 
 
 def flags_of(slots: Array) -> int:
-    """What these slots [B] of kernel.SLOT ask of a plan."""
-    asks = {
+    """The plan flags that these slots, [B] of kernel.SLOT, need."""
+    needs = {
         cuda_kernel.FILTERS: (slots["top_k"] != 0) | (slots["top_p"] < 1) | (slots["min_p"] > 0),
         cuda_kernel.PENALTIES: (slots["repetition_penalty"] != 1) | (slots["suppress_rows"] > 0),
         cuda_kernel.BLOCK: slots["rule"] == kernel.RULES["block"],
         cuda_kernel.COUPLED: slots["rule"] == kernel.RULES["coupled"],
     }
-    return sum(flag for flag, asked in asks.items() if asked.any())
+    return sum(flag for flag, needed in needs.items() if needed.any())
 
 
 class OnGpu:
-    """Stands in for `kernel.load()`: what is not a draw or a verification is the CPU library's."""
+    """Replaces `kernel.load()`: all functions but draw and verify are the CPU library's."""
 
     def __init__(self, device: Device, library: ctypes.CDLL):
         self._device, self._library = device, library
@@ -74,7 +74,7 @@ class OnGpu:
         with self._memory() as memory:
             given = kernel.Logits.from_address(target)
             places = memory.slots(slots, count)
-            # Slots may share logits, as those of a test that draws thousands of times do.
+            # Slots may share logits, as in a test that draws thousands of times.
             at, places["index"] = np.unique(places["index"], return_inverse=True)
             most = max(0, int(places["gamma"].max()))
             device_target = memory.logits(given, at, most + 1)
@@ -118,7 +118,7 @@ class OnGpu:
 
 
 class _Memory:
-    """Device memory of one call, and host memory copied into it."""
+    """The device memory of one call, and the host memory copied into it."""
 
     def __init__(self, device: Device, library: ctypes.CDLL):
         self._device, self._library = device, library
@@ -149,7 +149,7 @@ class _Memory:
         return slots
 
     def logits(self, given: kernel.Logits, indices: Iterable[int], count: int) -> kernel.Logits:
-        """`count` rows of each of these, one after the other."""
+        """`count` rows of each of these slots, contiguous."""
         size = given.vocab_size * (4 if given.dtype == 0 else 2)
         sources = [
             given.data + int(index) * given.slot_stride + i * given.row_stride
@@ -184,5 +184,5 @@ def _view(address: int, dtype: np.dtype[Any], count: int) -> Array:
 
 
 def open_gpu() -> OnGpu:
-    """Raises OutriderError("backend") where there is no GPU, driver or machine code."""
+    """Raises OutriderError("backend") if there is no GPU, driver or machine code."""
     return OnGpu(Device(), kernel.load())

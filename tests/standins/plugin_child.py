@@ -1,6 +1,6 @@
-"""Drives the TensorRT plugin with a driver that is not CUDA's, in a process of its own: that driver
-answers to libcuda's name. Arguments: the driver, the emulated kernels, the harness, the plugin, and
-a folder of cases.
+"""Drives the TensorRT plugin with a fake CUDA driver, in a separate process because that driver has
+libcuda's soname. Arguments: the driver, the emulated kernels, the harness, the plugin, and a folder
+of cases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case(ctypes.Structure):
 
 def main() -> None:
     driver_path, kernels, harness_path, plugin, folder = sys.argv[1:]
-    driver = ctypes.CDLL(driver_path)  # its soname is what the plugin asks for
+    driver = ctypes.CDLL(driver_path)  # its soname is the one that the plugin loads
     assert driver.fake_kernels(kernels.encode())
     harness = ctypes.CDLL(harness_path)
     driver.fake_told.restype = harness.drive.restype = ctypes.c_char_p

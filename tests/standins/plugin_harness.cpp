@@ -1,5 +1,5 @@
-// What TensorRT does with a plugin library, from looking up its creators to one enqueue, in the order
-// of the headers' documentation. Returns what it saw as lines of text; the test reads them.
+// Drives a plugin library as TensorRT does, from looking up its creators to one enqueue, in the
+// order that the headers document. Returns its observations as lines of text for the test.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -14,12 +14,14 @@ namespace {
 
 using namespace nvinfer1;
 
-std::string told;
+std::string output;
 
-void tell(const std::string& line) { told += line + "\n"; }
+void report(const std::string& line) { output += line + "\n"; }
 
 struct Logger final : ILogger {
-  void log(Severity, const char* message) noexcept override { tell(std::string("log: ") + message); }
+  void log(Severity, const char* message) noexcept override {
+    report(std::string("log: ") + message);
+  }
 };
 
 struct Finder final : ILoggerFinder {
@@ -52,7 +54,7 @@ struct Case {
 };
 
 __attribute__((visibility("default"))) const char* drive(const char* path, const Case* given) {
-  told.clear();
+  output.clear();
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return dlerror();
   using Creators = IPluginCreatorInterface* const* (*)(int32_t&);
@@ -64,7 +66,7 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
   int32_t count = 0;
   auto* const interface = creators(count)[0];
   auto* const creator = static_cast<IPluginCreatorV3One*>(interface);
-  tell(std::to_string(count) + " " + interface->getInterfaceInfo().kind + " " +
+  report(std::to_string(count) + " " + interface->getInterfaceInfo().kind + " " +
        creator->getPluginNamespace() + "::" + creator->getPluginName() + " " +
        creator->getPluginVersion());
 
@@ -77,7 +79,7 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
   const PluginFieldCollection collection{static_cast<int32_t>(fields.size()), fields.data()};
   const std::unique_ptr<IPluginV3> plugin(
       creator->createPlugin("a node", &collection, TensorRTPhase::kBUILD));
-  if (plugin == nullptr) return tell("not created"), told.c_str();
+  if (plugin == nullptr) return report("not created"), output.c_str();
 
   auto* const build = static_cast<IPluginV3OneBuild*>(
       plugin->getCapabilityInterface(PluginCapabilityType::kBUILD));
@@ -104,19 +106,19 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
       tried[i].desc.type = static_cast<DataType>(type);
       const bool linear = build->supportsFormatCombination(i, tried, 8, 3);
       tried[i].desc.format = TensorFormat::kCHW4;
-      if (build->supportsFormatCombination(i, tried, 8, 3)) tell("takes a format of no use");
+      if (build->supportsFormatCombination(i, tried, 8, 3)) report("takes a format of no use");
       types += linear ? 1 : 0;
     }
     const bool own = build->supportsFormatCombination(i, dynamic, 8, 3);
     formats += " " + std::to_string(types) + (own ? "" : "!");
   }
-  tell("types" + formats);
+  report("types" + formats);
 
   DataType input_types[8], output_types[3];
   for (int i = 0; i < 8; ++i) input_types[i] = ends[i].type;
   const int32_t typed = build->getOutputDataTypes(output_types, build->getNbOutputs(), input_types, 8);
   for (int i = 0; typed == 0 && i < 3; ++i)
-    if (output_types[i] != ends[8 + i].type) tell("another type of output");
+    if (output_types[i] != ends[8 + i].type) report("another type of output");
   DimsExprs input_shapes[8], output_shapes[3];
   int symbols[8][3];
   for (int i = 0; i < 8; ++i) {
@@ -128,15 +130,15 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
   const int32_t shaped =
       build->getOutputShapes(input_shapes, 8, nullptr, 0, output_shapes, 3, builder);
   for (const DimsExprs& shape : output_shapes)
-    if (shape.nbDims != 1 || shape.d[0] != input_shapes[0].d[0]) tell("another shape of output");
+    if (shape.nbDims != 1 || shape.d[0] != input_shapes[0].d[0]) report("another shape of output");
   const int32_t configured = build->configurePlugin(dynamic, 8, dynamic + 8, 3);
-  tell("build " + std::to_string(typed) + " " + std::to_string(shaped) + " " +
+  report("build " + std::to_string(typed) + " " + std::to_string(shaped) + " " +
        std::to_string(configured));
-  if (configured != 0) return told.c_str();
+  if (configured != 0) return output.c_str();
   const size_t size = build->getWorkspaceSize(dynamic, 8, dynamic + 8, 3);
-  tell("workspace " + std::to_string(size));
+  report("workspace " + std::to_string(size));
 
-  // As an engine does: the fields that a clone gives, into a plan and out of it.
+  // As an engine does: serialize the fields of a clone into a plan, and restore them from it.
   const std::unique_ptr<IPluginV3> copy(plugin->clone());
   auto* const builder_runtime = static_cast<IPluginV3OneRuntime*>(
       copy->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
@@ -151,7 +153,7 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
     stored.push_back(field);
     int32_t value;
     std::memcpy(&value, field.data, 4);
-    tell(std::string("stored ") + field.name + " " + std::to_string(value));
+    report(std::string("stored ") + field.name + " " + std::to_string(value));
   }
   const PluginFieldCollection restored{static_cast<int32_t>(stored.size()), stored.data()};
   const std::unique_ptr<IPluginV3> read(
@@ -162,18 +164,18 @@ __attribute__((visibility("default"))) const char* drive(const char* path, const
   std::vector<unsigned char> memory(size + 64, 0xAB);
   unsigned char* const workspace = memory.data() + 16;
   if (loose->enqueue(ends, ends + 8, given->inputs, given->outputs, workspace, stream) == 0)
-    tell(b == 0 ? "nothing to do" : "enqueued without a context");
+    report(b == 0 ? "nothing to do" : "enqueued without a context");
   const std::unique_ptr<IPluginV3> attached(loose->attachToContext(nullptr));
-  if (attached == nullptr) return tell("not attached"), told.c_str();
+  if (attached == nullptr) return report("not attached"), output.c_str();
   auto* const runtime = static_cast<IPluginV3OneRuntime*>(
       attached->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
   const int32_t changed = runtime->onShapeChange(ends, 8, ends + 8, 3);
   const int32_t enqueued =
       runtime->enqueue(ends, ends + 8, given->inputs, given->outputs, workspace, stream);
-  tell("run " + std::to_string(changed) + " " + std::to_string(enqueued));
+  report("run " + std::to_string(changed) + " " + std::to_string(enqueued));
   for (size_t i = 0; i < 16; ++i)
-    if (memory[i] != 0xAB || memory[16 + size + i] != 0xAB) tell("wrote beyond the workspace");
-  return told.c_str();
+    if (memory[i] != 0xAB || memory[16 + size + i] != 0xAB) report("wrote beyond the workspace");
+  return output.c_str();
 }
 
 } // extern "C"

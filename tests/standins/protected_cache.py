@@ -1,9 +1,9 @@
-"""A script: steps of an engine whose cache pages cannot be written, but for the row of the step.
+"""A script: run steps of an engine whose cache pages are read-only except for the step's row.
 
     python tests/standins/protected_cache.py BUNDLE
 
-Prints how much memory many more of them take. Then the control, in which not even the step's row
-can be written: the process dies of SIGSEGV.
+Prints how much memory many more steps take. Then a negative control, in which the step's row is
+read-only too: the process dies of SIGSEGV.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Protected:
-    """An array on pages of its own."""
+    """An array on its own memory pages."""
 
     def __init__(self, like: np.ndarray):
         self._memory = mmap.mmap(-1, like.nbytes)  # page-aligned
@@ -37,7 +37,8 @@ class Protected:
         self._protect(self.array, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def allow_row(self, row: int) -> None:
-        """[slots, Hkv, S, D]: only this row of each slot and head, to the page."""
+        """Make only this row of each slot and head of [slots, Hkv, S, D] writable, rounded to
+        pages."""
         self._protect(self.array, mmap.PROT_READ)
         for rows in self.array.reshape(-1, *self.array.shape[2:]):
             self._protect(rows[row], mmap.PROT_READ | mmap.PROT_WRITE)
@@ -68,7 +69,7 @@ def main(folder: Path) -> None:
     last = np.array([prompt - 1])
     for each in (engine, reference):
         each.forward(ids[:, :prompt], np.array([0]), last)
-    # The prompt made the cache as large as the steps need it: it stays where it is from here on.
+    # The prompt made the cache as large as the steps need, so it is not reallocated from here on.
     caches = {name: Protected(np.asarray(array)) for name, array in engine._cache.items()}
     for name, cache in caches.items():
         cache.array[:] = engine._cache[name]
@@ -77,7 +78,7 @@ def main(folder: Path) -> None:
         import torch
 
         engine._cache = {name: torch.from_numpy(array) for name, array in engine._cache.items()}
-    engine._prepared.clear()  # they have the addresses
+    engine._prepared.clear()  # they hold the old addresses
     for position in range(prompt, prompt + STEPS):
         for cache in caches.values():
             cache.allow_row(position)
@@ -91,8 +92,8 @@ def main(folder: Path) -> None:
     for _ in range(MANY_STEPS):
         engine.forward(token, np.array([position]), np.array([0]))
     size = sum(cache.array.nbytes for cache in caches.values())
-    said = {"growth": resident() - before, "cache": size, "steps": MANY_STEPS}
-    print(json.dumps(said), flush=True)
+    result = {"growth": resident() - before, "cache": size, "steps": MANY_STEPS}
+    print(json.dumps(result), flush=True)
     for cache in caches.values():
         cache.allow_row(0)
     engine.forward(token, np.array([position]), np.array([0]))

@@ -1,4 +1,4 @@
-"""What the tests of RTX engines share."""
+"""Helpers that the tests of RTX engines share."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SM = "80,89,120"
 
 
 def arguments(graphs: Path, out: Path, sm: str = "89") -> list[str]:
-    """Of `python -m engines`."""
+    """Arguments of `python -m engines`."""
     return ["--graphs", str(graphs), "--out", str(out), "--backend", "tensorrt_rtx", "--sm", sm]

@@ -1,6 +1,6 @@
-"""TensorRT without a GPU: contexts that check what they are told, and fakes in place of kernels.
+"""TensorRT without a GPU: contexts that check their inputs, and fakes in place of kernels.
 
-Only what the real module has is there: `test_trt_engine.py` holds each name against TensorRT-RTX.
+It has only names that the real module has: `test_trt_engine.py` checks each against TensorRT-RTX.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Config:
 
 
 class Context:
-    """Runs what it was last told, and says whether that was complete."""
+    """Runs with the shapes and addresses last set, and checks that they are complete."""
 
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
@@ -109,21 +109,21 @@ class Context:
         if module.broken:
             module.say(module.broken)
             return False
-        told = (dict(self.shapes), dict(self.addresses))
+        bindings = (dict(self.shapes), dict(self.addresses))
         captured = driver._recording is not None
         if captured:
             assert self.runs, "captured before it ran"
-            assert told == self.runs[-1][1], "captured with other shapes or addresses than it ran"
+            assert bindings == self.runs[-1][1], "captured with other shapes or addresses"
         elif any(was for was, _ in self.runs):
-            assert told == self.runs[-1][1], "a graph's context is told something else"
-        self.runs.append((captured, told))
-        shapes, addresses = told
+            assert bindings == self.runs[-1][1], "a graph's context got other shapes or addresses"
+        self.runs.append((captured, bindings))
+        shapes, addresses = bindings
         driver.enqueue(stream_handle, lambda: self.engine.run(shapes, addresses))
         return True
 
 
 class Engine:
-    """What a file stands for. fake: what computes."""
+    """The engine that a file represents. fake: computes its logits."""
 
     def __init__(self, module: FakeTensorRt, fake: FakeEngine, names: list[str]):
         self.module, self.fake, self.names = module, fake, names
@@ -184,8 +184,8 @@ class Runtime:
 
 
 class FakeTensorRt:
-    """The module. fakes: what engine files name. profiles: (slots, tokens, outputs) of each, as
-    (smallest, largest)."""
+    """The module. fakes: the engines that engine files name. profiles: (slots, tokens, outputs) of
+    each, every one as (smallest, largest)."""
 
     __version__ = "1.2.3"
     ILogger = Logger
@@ -214,7 +214,7 @@ class FakeTensorRt:
 
 
 class FakeTensorRtx(FakeTensorRt):
-    """With what TensorRT proper lacks."""
+    """Adds the names that only TensorRT-RTX has."""
 
     DynamicShapesKernelSpecializationStrategy = Specialization
     CudaGraphStrategy = GraphStrategy

@@ -1,8 +1,8 @@
-"""Triton's module for Python models, as far as examples/triton uses it.
+"""The part of Triton's module for Python models that examples/triton uses.
 
 Names, arguments, defaults and error codes are those of triton-inference-server/python_backend,
-src/pb_stub.cc and src/resources/triton_python_backend_utils.py (2026-07). What the server refuses,
-this refuses: text that is not bytes in an object array, and a response after the final one.
+src/pb_stub.cc and src/resources/triton_python_backend_utils.py (2026-07). Like the server, it
+refuses text that is not bytes in an object array, and a response after the final one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class InferenceResponse:
 
 
 class InferenceRequest:
-    """cancelled: set by the client. sent: what came, and None after the final flag. on_send: called
-    with each response."""
+    """cancelled: set by the client. sent: the responses, and None after the final flag. on_send:
+    called with each response."""
 
     def __init__(
         self, inputs: Sequence[Tensor], on_send: Callable[[InferenceResponse], None] | None = None

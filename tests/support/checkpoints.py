@@ -1,8 +1,8 @@
 """Tiny random checkpoints of many architectures.
 
-Nothing is downloaded. A checkpoint has two layers of 64 units and the byte tokenizer below; its
-weights are larger than a fresh model's, so that its argmax changes from token to token, and its
-biases and norms are random too, so that losing one of them shows.
+Nothing is downloaded. A checkpoint has two layers of 64 units and the byte tokenizer below. Its
+weights are larger than a freshly initialised model's, so that its argmax changes from token to
+token; its biases and norms are random too, so that a lost one changes the output.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from transformers import (
 )
 
 EOS = "</s>"
-TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each byte
+TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: EOS and one for each byte
 VOCAB_SIZE = len(TOKENS)
 CONTEXT = 256
-FORCED = 5  # token of the one checkpoint whose texts begin with one behind the start token
-FEATURES = (8, 16)  # bands and frames of what Whisper's encoder reads
-WINDOW = 12  # of every architecture that has a sliding one
+FORCED = 5  # mBART's forced first token, which follows the start token
+FEATURES = (8, 16)  # mel bands and frames of the Whisper encoder's input
+WINDOW = 12  # sliding window of every architecture that has one
 
-torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
+torch.set_num_threads(1)  # more only slow such small models down, and test workers share the cores
 
 
 def _like(common: dict[str, Any], cls: type[PretrainedConfig], **own: Any) -> Architecture:
-    """A configuration, with overrides."""
+    """Return a function from overrides to a configuration."""
     return lambda **overrides: cls(**{**common, **own, **overrides})
 
 
 def _qwen_vl(**overrides: Any) -> PretrainedConfig:
-    """Whose positions are three each: of the text, and of a picture's rows and columns."""
+    """Each of its positions has three parts: text, image row and image column."""
     rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
     text = {**_LLAMA, "rope_parameters": rope, **overrides}
     sees = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
@@ -60,7 +60,7 @@ _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LONG = {**_SIZES, "max_position_embeddings": CONTEXT}
 _LLAMA = {**_IDS, **_LONG, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0}
 _llama = partial(_like, _LLAMA)
-# Of the generation before Llama, most with names of their own for the same sizes.
+# Architectures older than Llama. Most have their own names for the same sizes.
 _gpt = partial(_like, _IDS)
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 
@@ -85,7 +85,7 @@ def _rope(kind: str, original: int, **own: Any) -> dict[str, Any]:
 
 
 def _t5gemma(**overrides: Any) -> PretrainedConfig:
-    """Two Gemma 2, each with layers of both kinds."""
+    """Encoder and decoder are Gemma 2, each with both sliding and full attention layers."""
     part = {
         **_LLAMA, **_MIXED, "head_dim": 16, "query_pre_attn_scalar": 16, "initializer_range": 0.2,
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
@@ -96,8 +96,9 @@ def _t5gemma(**overrides: Any) -> PretrainedConfig:
 
 
 def _gemma4(num_hidden_layers: int = 4, **overrides: Any) -> PretrainedConfig:
-    """All that its sizes have, in one: wider heads in every other layer, whose keys are the values
-    too; the last two read what the two before have cached; an embedding for each layer; experts."""
+    """All features of the Gemma 4 family in one model: every other layer has wider heads and uses
+    its keys as values; the last two layers read the caches of the two before; per-layer embeddings;
+    experts."""
     kinds = ["sliding_attention", "full_attention"] * 2
     return transformers.Gemma4TextConfig(**{
         **_LLAMA, **_GEMMA, **_EXPERTS, "layer_types": kinds[-num_hidden_layers:],
@@ -122,7 +123,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _llama(transformers.GemmaConfig, **_GEMMA),
     "gemma2": _llama(
         transformers.Gemma2Config, **_GEMMA, **_MIXED, query_pre_attn_scalar=16,
-        # Low enough to bend scores and logits of this size.
+        # Low enough to affect scores and logits of this size.
         attn_logit_softcapping=2.0, final_logit_softcapping=4.0,
     ),
     "gemma3": _llama(
@@ -166,7 +167,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_MIXED, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
     "qwen2.5-vl": _qwen_vl,
-    # Layers that carry a state: a gated delta rule, convolutions alone, Mamba 2.
+    # Recurrent layers: gated delta rule, convolutions only, Mamba 2.
     "qwen3.5": _llama(
         transformers.Qwen3_5TextConfig, head_dim=16, linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
@@ -178,7 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, num_local_experts=0,
         shared_intermediate_size=96,
     ),
-    # What the exporter refuses.
+    # Architectures that the exporter refuses.
     "falcon": _gpt(transformers.FalconConfig, **_SIZES),
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
@@ -209,14 +210,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "pegasus": _bart(transformers.PegasusConfig),
     "m2m100": _bart(transformers.M2M100Config),
     "t5gemma": _t5gemma,
-    # Its encoder reads features.
+    # Its encoder reads audio features.
     "whisper": _like(
         {**_IDS, **_BART, "pad_token_id": 0}, transformers.WhisperConfig, num_mel_bins=FEATURES[0],
         max_source_positions=FEATURES[1] // 2, max_target_positions=CONTEXT,
         decoder_start_token_id=240,
     ),
 }  # fmt: skip
-# Of the generation config of checkpoints that transcribe; timestamps are 251 to 256.
+# Generation config of Whisper checkpoints; tokens 251 to 256 are timestamps.
 WHISPER = {
     "lang_to_id": {"<|en|>": 245, "<|de|>": 242}, "no_timestamps_token_id": 250,
     "task_to_id": {"transcribe": 243, "translate": 244}, "is_multilingual": True,
@@ -239,7 +240,7 @@ ONE_LAYER = {
 
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
-    """Bytes without merges; `tokens` in the order of their ids."""
+    """A byte tokenizer without merges. tokens: in the order of their ids."""
     model = tokenizers.Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
     )
@@ -249,14 +250,15 @@ def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
 
 
 def trained() -> PreTrainedModel:
-    """The bundled draft, in float32. Random weights have inputs that nothing connects."""
+    """The bundled draft, in float32, for tests that random weights do not suit: their inputs are
+    uncorrelated."""
     folder = Path(__file__).parents[2] / "models" / "draft"
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 
 def decoder_kind(config: PretrainedConfig) -> Any:
-    """Transformers' class for it."""
+    """Transformers' auto class for this configuration."""
     alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if alone else AutoModelForMultimodalLM
 
@@ -271,11 +273,11 @@ def write(
     generation: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """A checkpoint of the architecture `name`, in the Hugging Face layout.
+    """Write a checkpoint of the architecture `name`, in the Hugging Face layout.
 
-    blur: size of the noise on the weights, relative to them: a draft that agrees with the
-    checkpoint of the same seed now and then. generation: more of the generation config. overrides:
-    fields of the configuration.
+    blur: standard deviation of noise on the weights, relative to theirs; makes a draft that
+    sometimes agrees with the checkpoint of the same seed. generation: extra fields of the
+    generation config. overrides: fields of the configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -283,14 +285,14 @@ def write(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if config.is_encoder_decoder:
-            hears = name in ("whisper", "speech-to-text")
-            reads = AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
-            model = reads.from_config(config)
+            is_audio = name in ("whisper", "speech-to-text")
+            kind = AutoModelForSpeechSeq2Seq if is_audio else AutoModelForSeq2SeqLM
+            model = kind.from_config(config)
         else:
             model = decoder_kind(config).from_config(config)
         with torch.no_grad():
             for path, parameter in model.named_parameters():
-                # Layers that speak louder than the embeddings: text that depends on its context.
+                # Layers outweigh the embeddings, so that the output depends on the whole context.
                 inner = any(part in path for part in (".layers.", ".h.", ".block."))
                 size = 0.1 if parameter.dim() < 2 else 0.3 if inner else 0.15
                 parameter.add_(torch.randn_like(parameter), alpha=size)
@@ -301,11 +303,11 @@ def write(
     if name == "mbart":
         model.generation_config.forced_bos_token_id = FORCED
     if name == "whisper":
-        # One that comes from the configuration is read without what is of one kind of model alone.
+        # A config marked as derived from the model's is loaded without model-specific fields.
         model.generation_config._from_model_config = False
         generation = {**WHISPER, **(generation or {})}
     for field, value in (generation or {}).items():
-        if value is not None:  # Transformers asks whether some of them are there
+        if value is not None:  # Transformers tests some fields with hasattr
             setattr(model.generation_config, field, value)
     if name == "whisper":
         bands, frames = FEATURES
@@ -319,7 +321,7 @@ def write(
     return folder
 
 
-# What configurations call the same sizes; each takes those that it has.
+# The same sizes under the names that configurations use; each takes the names it has.
 _ANY = {
     **dict.fromkeys(("vocab_size",), VOCAB_SIZE),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
@@ -338,15 +340,15 @@ _ANY = {
     "sliding_window": WINDOW, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
-_LARGEST = 25_000_000  # parameters of what is still tiny
+_LARGEST = 25_000_000  # most parameters of a tiny model
 
 
 def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str | None:
-    """A checkpoint of any decoder of Transformers; or why there is none as small as that."""
+    """Write a tiny checkpoint of any decoder of Transformers. Returns the reason if that fails."""
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     usual: Any = config()
     sizes = {name: size for name, size in _ANY.items() if hasattr(usual, name)}
-    if "kv_lora_rank" in sizes:  # no heads of one size, nor shared ones
+    if "kv_lora_rank" in sizes:  # its key and value heads differ in size and are not shared
         sizes = {**sizes, "num_key_value_heads": 4}
         sizes.pop("head_dim", None)
     reason = ""
@@ -380,12 +382,12 @@ def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str |
 
 
 def _shrink(part: PretrainedConfig) -> None:
-    """Of what sees, hears or writes in a model of several such."""
+    """Shrink the configuration of one part of a multimodal model."""
     for name, size in {**_ANY, "depth": 2}.items():
         if hasattr(part, name):
             setattr(part, name, size)
     if getattr(part, "layer_types", None):
         part.layer_types = [*part.layer_types][:2]
     rope = getattr(part, "rope_parameters", None)
-    if isinstance(rope, dict):  # some read this where it is not written
+    if isinstance(rope, dict):  # some models read this field although it is not written
         part.rope_parameters = {**rope, "mrope_section": [2, 3, 3]}

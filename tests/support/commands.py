@@ -1,4 +1,4 @@
-"""Command lines of the checkout as a user runs them: their status and what they say."""
+"""Run the checkout's commands as a user does, and check their exit status and output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.cli import command as command_line
 from runtime.files.errors import EXIT_STATUS
 
 CHECKOUT = Path(__file__).parents[2]
-# The folder with TensorRT's include/: its own headers where they are, else what we use of them.
+# The folder with TensorRT's include/: the real headers if available, otherwise the stand-in's.
 TENSORRT = os.environ.get("TENSORRT_ROOT") or str(CHECKOUT / "tests" / "standins" / "tensorrt")
 # USERS.md's promise: one line for the cause, one for the remedy, here joined by a full stop.
 ERROR = re.compile(r"error: (?P<kind>[a-z]+): (?P<cause>[^\n]+)\. (?P<remedy>[^\n]+\.)\n\Z")
@@ -47,7 +47,8 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def limited_files(largest: int) -> Iterator[None]:
-    """Here and in what is started: a file of more bytes fails as on a full disk."""
+    """Limit the size of files in bytes, here and in child processes: a larger write fails, as on a
+    full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
     try:
@@ -58,7 +59,8 @@ def limited_files(largest: int) -> Iterator[None]:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Those of Ctrl-C and SIGTERM, which a command in this process sets for good."""
+    """Restore the SIGINT and SIGTERM handlers on exit: a command run in this process replaces them
+    for good."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -68,7 +70,8 @@ def handlers_kept() -> Iterator[None]:
 
 
 def error_line(stderr: str, kind: str) -> str:
-    """The cause in the last line of stderr, which must be the only thing said about the failure."""
+    """Return the cause from the error line of stderr, which must be the only report of the
+    failure."""
     assert "Traceback" not in stderr, stderr
     found = ERROR.search(stderr)
     assert found, stderr
@@ -78,7 +81,7 @@ def error_line(stderr: str, kind: str) -> str:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Half-written folders below this one."""
+    """Temporary folders of unfinished writes below this one."""
     return [
         str(path)
         for path in folder.rglob("*")
@@ -87,7 +90,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 class Cli:
-    """Runs `main` in this process on an engine of fakes, and remembers how it was loaded."""
+    """Runs `main` in this process on a fake engine, and records how it was loaded."""
 
     def __init__(self, engine, capsys, monkeypatch):
         self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
@@ -106,7 +109,7 @@ class Cli:
         return status, *self.capsys.readouterr()
 
     def refused(self, *argv, kind="option", loaded=False, stdin=None):
-        """The line of the error; nothing may have run."""
+        """Expect an error, and return its text; the engine must not have run."""
         status, out, err = self(*argv, stdin=stdin)
         assert status == EXIT_STATUS[kind], err
         assert out == ""

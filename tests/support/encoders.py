@@ -1,4 +1,4 @@
-"""Texts of encoder-decoders by Transformers and by us, of the same sources."""
+"""Output of encoder-decoders for the same sources, from Transformers and from our engines."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SOURCES = [
     np.random.default_rng(length).integers(1, VOCAB_SIZE, length).tolist()
     for length in (1, 7, 40, MAX_LEN)
 ]
-# Its compiler takes a minute for a model of two layers.
+# AOTInductor takes a minute to compile a model of two layers.
 COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)
 
 
 @cache
 def original(checkpoint: Path, kind: Any = AutoModelForSeq2SeqLM) -> PreTrainedModel:
     model: PreTrainedModel = kind.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    # No end of text, so that all of the tokens are compared.
+    # No EOS, so that all tokens are compared.
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
 
 def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = None) -> list[int]:
-    """Transformers' own tokens after the decoder's first ones."""
+    """Transformers' greedy tokens after the start token, a forced token and the prompt."""
     ids, model = torch.tensor([source]), original(checkpoint)
     begun = {} if prompt is None else {"decoder_input_ids": torch.tensor([prompt])}
     forced = model.generation_config.forced_bos_token_id is not None and prompt is None
@@ -44,7 +44,7 @@ def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = Non
         ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
         max_new_tokens=NEW_TOKENS + forced, repetition_penalty=PENALTY, **begun,
     )[0].tolist()  # fmt: skip
-    assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
+    assert len(set(output)) > NEW_TOKENS // 2, "degenerate output proves nothing"
     return output[first:]
 
 
@@ -61,14 +61,14 @@ def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
 
 
 def certified(bundle: Path, source: Any) -> None:
-    """Above temperature 0, with a draft that has read the source, too."""
+    """Certify sampling at temperature 1 with a draft that has also read the source."""
     options = Options(source=source, temperature=1.0, seed=5, max_new_tokens=100)
     found = check(one_thread(bundle, 1), None, options)
     assert found.passed and found.tokens == 512 and found.drafted
 
 
 def same_for_every_gamma(engine: TextEngine, source: Any) -> None:
-    """A seed's text by the coupled rule."""
+    """Check that with the coupled rule a seed's output does not depend on gamma."""
     first, *others = texts(
         engine,
         [
@@ -80,6 +80,6 @@ def same_for_every_gamma(engine: TextEngine, source: Any) -> None:
 
 
 def bundle_of(workshop: Workshop, name: str, **options: Any) -> tuple[Path, Path]:
-    """A checkpoint, and its bundle with a draft that is right now and then."""
+    """A checkpoint, and its bundle with a draft that is sometimes right."""
     target = workshop.checkpoint(name)
     return target, workshop.bundle(target, workshop.checkpoint(name, blur=0.1), **options)

@@ -1,8 +1,8 @@
-"""The distribution of a round by enumeration at V = 8, whatever samples it.
+"""The exact distribution of a round by enumeration at V = 8, for any sampler.
 
-Uniforms are given in place of Philox. The outcome is piecewise constant in each of them; bisection
-finds the edges, for all drafts and outcomes at once, one slot each. The truth is a float64 softmax,
-which shares nothing with the samplers. No rule is written down a second time here.
+Chosen uniforms replace Philox. The outcome is piecewise constant in each of them; bisection finds
+the edges, for all drafts and outcomes at once, in one slot each. The reference is a float64
+softmax, which shares no code with the samplers. No verification rule is reimplemented here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def softmax(logits):
 
 
 def bisect(accepted, count):
-    """Length [count] of {u: accepted(u)}, for predicates that are true below some point."""
+    """Lengths [count] of {u: accepted(u)}, for predicates that are true below some point."""
     low, high = np.zeros(count), np.ones(count)
     never, always = ~accepted(np.zeros(count)), accepted(np.full(count, ONE))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        stands = accepted(middle)
-        low, high = np.where(stands, middle, low), np.where(stands, high, middle)
+        true = accepted(middle)
+        low, high = np.where(true, middle, low), np.where(true, high, middle)
     return np.where(never, 0.0, np.where(always, 1.0, low))
 
 
@@ -53,7 +53,7 @@ class Models:
             rows[..., rng.integers(1, V)] = -np.inf
 
     def processed(self, change):
-        """What the models sample from where `change` (of a row, after a prefix) is asked for."""
+        """The models with `change(row, prefix)` applied to every row."""
         made = Models(0, self.gamma)
         made.target, made.draft = (
             [
@@ -88,9 +88,10 @@ def round_logits(models, drafts):
 
 
 def rounds(library, models, drafts, params, context=None):
-    """A function of uniforms [N, gamma + 1]: (accepted, token) [N]; one slot a row of drafts.
+    """Return a function from uniforms [N, gamma + 1] to (accepted, token), each [N], with one slot
+    per row of drafts.
 
-    context: before the round, all of it output but for its first id."""
+    context: ids before the round; all but the first count as output."""
     count, gamma = len(drafts), models.gamma
     target, draft = round_logits(models, drafts)
     if library is NUMPY:
@@ -125,9 +126,10 @@ def rounds(library, models, drafts, params, context=None):
 
 
 def output_joint(library, models, params, sampled=None, **control):
-    """Distribution of gamma + 1 tokens of a round that the target completes, and mean accepted.
+    """Return the joint distribution of gamma + 1 tokens (those of a round, completed by the target)
+    and the mean number accepted.
 
-    sampled: the models as `params` have them sampled from, where that is not their softmax."""
+    sampled: the models after the processing that `params` ask for, where they ask for any."""
     gamma, sampled = models.gamma, sampled or models
     drafts = np.array(list(itertools.product(range(V), repeat=gamma)))
     q = np.ones(len(drafts))
@@ -139,12 +141,12 @@ def output_joint(library, models, params, sampled=None, **control):
     edges = np.empty((len(drafts), gamma))
     for i in range(gamma):
 
-        def stands(u, i=i):
+        def is_accepted(u, i=i):
             uniforms = np.full((len(drafts), gamma + 1), others)
             uniforms[:, i], uniforms[:, gamma] = u, 0.0
             return run(uniforms)[0] > i
 
-        edges[:, i] = bisect(stands, len(drafts))
+        edges[:, i] = bisect(is_accepted, len(drafts))
 
     joint, mean = np.zeros((V,) * (gamma + 1)), 0.0
     for below in itertools.product((True, False), repeat=gamma):
@@ -176,12 +178,13 @@ def completion(models, start, prefix):
     """The target's distribution of tokens start .. gamma after each of N prefixes."""
     rows = np.ones(len(prefix[0]))
     for i in range(start, models.gamma + 1):
-        table = softmax(models.target[i])[prefix]  # [N, V, ...]: of all longer prefixes
+        table = softmax(models.target[i])[prefix]  # [N, V, ...]: for all longer prefixes
         rows = rows[..., None] * table
     return rows
 
 
 def distance(library, models, params, sampled=None, **control):
-    """Total variation between a round's tokens and the target's, and the mean accepted."""
+    """Return the total variation distance between a round's tokens and the target's, and the mean
+    number accepted."""
     joint, mean = output_joint(library, models, params, sampled, **control)
     return 0.5 * np.abs(joint - (sampled or models).joint()).sum(), mean

@@ -1,8 +1,9 @@
-"""A round's distribution by integration over its uniforms, without a sample and without noise.
+"""A round's exact distribution by integration over its uniforms, without sampling noise.
 
-Two ways, one general and one complete. Bisection: any rows, one round, the pieces of every uniform
-found in the round's own behaviour. Keys: rows in halves, several rounds, and nothing is assumed;
-every number that the counter can name is a coin of its own, and reuse of one would show.
+Two methods, one general and one complete. Bisection: any rows, one round; it finds the pieces of
+every uniform by running the round. Keys: probabilities that are multiples of 1/2, several rounds,
+and no assumptions; every number that the counter can address is a separate coin, so reuse of one
+would show.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Probs = Callable[[Context], np.ndarray]
 # --- bisection --------------------------------------------------------------------------------
 
 # An outcome is piecewise constant in each uniform that it depends on. Bisection finds where it
-# changes, and the length of each piece is the weight of its outcome.
+# changes; the length of each piece is the probability of its outcome.
 
 
 def change_point(accepted: Callable[[float], bool]) -> float:
@@ -49,9 +50,9 @@ def change_point(accepted: Callable[[float], bool]) -> float:
 
 
 def pieces(token_at: Callable[[float], int], guesses: Iterable[float] = ()) -> dict[int, float]:
-    """{token: length of its u} for an inverse CDF, which is monotone in u.
+    """{token: length of its interval of u} for an inverse CDF, which is monotone in u.
 
-    guesses: where it may change. One that is right saves calls, one that is wrong costs two.
+    guesses: where it may change. A right guess saves calls, a wrong one costs two.
     """
     around = (guess + step for guess in guesses for step in (-NEAR, NEAR))
     points = [0.0, *sorted(u for u in around if 0 < u < ONE), ONE]
@@ -74,7 +75,7 @@ def pieces(token_at: Callable[[float], int], guesses: Iterable[float] = ()) -> d
 
 
 class Round:
-    """One round of one request, run again and again with uniforms of our choice."""
+    """One round of one request, run repeatedly with chosen uniforms."""
 
     def __init__(self, decoder: Decoder, request: Request):
         self.decoder, self.gamma = decoder, request.gamma
@@ -97,15 +98,16 @@ class Round:
 
         with broken("sampling.reference.uniform", controlled):
             self.decoder.round([sequence])
-        # A draft token stands in the target's cache, whether it was accepted or not.
+        # The target's cache holds every draft token, accepted or not.
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]
         return [int(token) for token in rows], [token.id for token in sequence.output[1:]]
 
 
 def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yields (weight, emitted tokens) of every outcome of a round, by bisection.
+    """Yield (probability, emitted tokens) of every outcome of a round, by bisection.
 
-    probs: where to look first for the pieces of the last token. Most are the target's own.
+    probs: the target's probabilities, whose CDF gives the first guesses for the last token's
+    pieces.
     """
     gamma, before = round_.gamma, tuple(round_.sequence.slot.tokens)
     others = ONE if rule == "block" else 0.0
@@ -129,12 +131,12 @@ def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tupl
         points = []
         for i in range(gamma):
 
-            def stands(value: float, i: int = i, u: list[float] = u) -> bool:
+            def is_accepted(value: float, i: int = i, u: list[float] = u) -> bool:
                 accept = [others] * gamma
                 accept[i] = value
                 return len(round_(u, accept, 0.0)[1]) > i + 1
 
-            points.append(change_point(stands))
+            points.append(change_point(is_accepted))
         for below in itertools.product((True, False), repeat=gamma):
             cell = math.prod(t if b else 1 - t for t, b in zip(points, below, strict=True))
             if cell == 0:
@@ -155,11 +157,12 @@ def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tupl
 def distance(
     outcomes: Iterator[tuple[float, tuple[int, ...]]], probs: Probs, before: Context, length: int
 ) -> float:
-    """Total variation between the target's next `length` tokens and outcomes continued by it."""
+    """Total variation distance between the target's next `length` tokens and `outcomes`, which the
+    target continues to that length."""
     memo: dict[Context, np.ndarray] = {}
 
     def continued(tokens: Context) -> np.ndarray:
-        """The joint distribution of what follows `tokens`, up to `length`."""
+        """The joint distribution of the tokens after `tokens`, up to `length`."""
         if tokens not in memo:
             rest = np.ones(())
             if len(tokens) < length:
@@ -186,7 +189,7 @@ def by_bisection(
     asked: dict[str, Any] | None = None,
     **options: Any,
 ) -> float:
-    """asked: more of the request."""
+    """The distance of one round, by bisection. asked: more fields of the request."""
     target = target or random_model(1, vocab_size, scale=1.5)
     draft = draft or random_model(2, vocab_size, scale=1.5)
     decoder = make_decoder(target, draft, vocab_size=vocab_size, max_len=16, **options)
@@ -221,15 +224,15 @@ def at(**options: Any) -> SamplingParams:
 
 
 def in_halves(seed: int) -> tuple[Model, Model, Probs]:
-    """Target, draft and the target's probabilities, all multiples of 1/2: so all changes of a
-    round's outcome lie at the midpoint of a uniform."""
+    """Target, draft and the target's probabilities, all multiples of 1/2, so that a round's outcome
+    changes only at 1/2 of a uniform."""
     made: dict[Context, tuple[np.ndarray, np.ndarray]] = {}
 
     def counts(context: Context) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng([seed, *context])
         while context not in made:
             p, q = (np.bincount(rng.integers(0, V, 2), minlength=V) for _ in range(2))
-            # Three in four contexts with something in common, or nothing would be accepted.
+            # Target and draft overlap in three of four contexts, or nothing would be accepted.
             if rng.random() > int(np.maximum(p - q, 0).sum()) / 5:
                 made[context] = p, q
         return made[context]
@@ -255,14 +258,15 @@ def by_keys(
     prompt: Sequence[int] = (1, 2),
     **asked: Any,
 ) -> float:
-    """The joint distribution of `count` tokens over several rounds, against the target's.
+    """Total variation distance of `count` tokens over several rounds from the target's.
 
-    Every key is a coin of its own. Depth first over the keys in the order in which they are asked.
+    Every key is a separate coin. The search is depth first over the keys, in the order of their
+    first use.
     """
     target, draft, probs = in_halves(seed)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
     request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
-    coins: dict[Key, int] = {}  # in the order of the first question
+    coins: dict[Key, int] = {}  # in the order of first use
 
     def coin(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return 0.25 + 0.5 * coins.setdefault((seed, *key_of(position, purpose, lane)), 0)

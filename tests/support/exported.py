@@ -1,4 +1,4 @@
-"""What `python -m export` wrote, the original beside it, and the command in this process."""
+"""Helpers for exports: read their graphs, run the original model, run the command in-process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def graph(folder: Path, file: str = GRAPH_FILE) -> onnx.ModelProto:
 
 
 def nodes(folder: Path, file: str) -> Counter[str]:
-    """ "domain.operator", the domain empty where it is ONNX's."""
+    """Count of each "domain.operator"; the domain is empty for ONNX's own operators."""
     return Counter(f"{node.domain}.{node.op_type}" for node in graph(folder, file).graph.node)
 
 
@@ -43,7 +43,7 @@ def of_type(folder: Path, kind: str, file: str = GRAPH_FILE) -> list[onnx.NodePr
 
 
 def eager(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits [2, T, V] of the original, in float32."""
+    """Logits [2, T, V] of the original model, in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.from_numpy(ids), use_cache=False).logits.numpy()
@@ -61,7 +61,7 @@ def type_of(value: onnx.ValueInfoProto) -> tuple[list[str | int], int]:
 def command(
     capsys: pytest.CaptureFixture[str], folder: Path, model: Path | str, *more: str
 ) -> tuple[int, str]:
-    """Status and stderr of `python -m export`, in this process, with everything below `folder`."""
+    """Run `python -m export` in this process, writing below `folder`. Returns status and stderr."""
     places = ["--out", str(folder / "out"), "--cache", str(folder / "cache")]
     capsys.readouterr()
     status = export.__main__.main(["--model", str(model), *places, *more])
@@ -69,13 +69,13 @@ def command(
 
 
 def edit_json(path: Path, **fields: Any) -> None:
-    """Other fields in a file that no other test has; where there is none, these alone."""
+    """Set fields of a JSON file that no other test uses; create it if it is missing."""
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**content, **fields}))
 
 
 def edit_weights(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Other tensors in a folder that no other test has."""
+    """Change the tensors of a checkpoint that no other test uses."""
     file = checkpoint / "model.safetensors"
     weights = load_file(file)
     edit(weights)

@@ -1,8 +1,8 @@
 """Engines without a model, and a text engine around them, for every test above the engines.
 
-A `FakeEngine` keeps a cache as a real engine does: it stores the id that was written at each row
-and computes logits from the rows that it attends to. A stale row, a wrong position or a slot's
-neighbour in the wrong place gives other logits, and a row that was never written an error.
+A `FakeEngine` keeps a cache as a real engine does: it stores the id written to each row and
+computes logits from the rows it attends to. A stale row, a wrong position or a row of another slot
+gives different logits, and a row that was never written raises an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
 def random_model(
     seed: int, vocab_size: int = VOCAB_SIZE, *, scale: float = 2.0, never: Sequence[int] = ()
 ) -> Model:
-    """Normal logits that depend on the context alone. never: tokens that are never likely."""
+    """Normally distributed logits that depend only on the context. never: improbable tokens."""
     rows: dict[Context, Logits] = {}
 
     def model(context: Context) -> Logits:
@@ -65,7 +65,7 @@ def random_model(
 
 
 def near(model: Model, seed: int, amount: float) -> Model:
-    """A draft for `model`: its logits plus normal noise of this size, another for each context."""
+    """A draft for `model`: its logits plus normal noise of this size, different per context."""
     rows: dict[Context, Logits] = {}
 
     def draft(context: Context) -> Logits:
@@ -83,10 +83,10 @@ def near(model: Model, seed: int, amount: float) -> Model:
 def script(
     text: str, vocab_size: int = VOCAB_SIZE, *, start: int | None = None, period: bool = False
 ) -> Model:
-    """A model that says `text` whatever it is asked, then end-of-text (or `text` again).
+    """A model that generates `text` for any prompt, then EOS (or `text` again if `period`).
 
-    start: how many tokens the prompt has; None to begin after the last "\\n". It counts rows, so
-    the engine must attend to all of them (order=None).
+    start: number of prompt tokens; None to begin after the last "\\n". It counts rows, so the
+    engine must attend to all of them (order=None).
     """
     ids = encode(text)
     newline = encode("\n")[0]
@@ -95,9 +95,9 @@ def script(
         begin = start
         if begin is None:
             begin = 1 + max((i for i, token in enumerate(context) if token == newline), default=-1)
-        said = max(0, len(context) - begin)
+        generated = max(0, len(context) - begin)
         row = np.full(vocab_size, -9, np.float32)
-        row[ids[said % len(ids)] if period or said < len(ids) else EOS] = 9
+        row[ids[generated % len(ids)] if period or generated < len(ids) else EOS] = 9
         return row
 
     return model
@@ -105,7 +105,7 @@ def script(
 
 @dataclass(frozen=True)
 class Call:
-    """One `forward`: first slot, B, N, the B positions, K."""
+    """The arguments of one `forward`: first slot, B, N, the B positions, K."""
 
     first_slot: int
     batch: int
@@ -117,9 +117,9 @@ class Call:
 class FakeEngine(Engine):
     """See `Engine`.
 
-    model: from context to logits. order: how many of the newest rows it attends to; None for all.
-    rounding: largest difference that the width N > 1 of a call makes to a logit. alone: the one
-    that N = 1 makes, where all wider calls agree, as ONNX Runtime's do.
+    model: from context to logits. order: number of newest rows it attends to; None for all.
+    rounding: largest rounding difference of a logit in calls of width N > 1, different per N.
+    alone: the same for N = 1, to emulate ONNX Runtime, whose wider calls all agree.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class FakeEngine(Engine):
         shape = (batch, len(logits_index), self.vocab_size)
         size = batch * len(logits_index) * self.vocab_size
         if buffer == 0:
-            self._logits.fill(np.nan)  # what is kept longer than it may be is noticed
+            self._logits.fill(np.nan)  # reveals a caller that keeps logits too long
             self._logits = np.empty((self.buffers, size), np.float32)
         logits = self._logits[buffer].reshape(shape)
         self.cached_rows.end_call(first_slot, input_ids, position)
@@ -196,8 +196,8 @@ class FakeEngine(Engine):
 
 
 class IdleFake(FakeEngine):
-    """One whose idle slots may read rows that nobody wrote: their logits are NaN, which a sampling
-    that looks at them refuses."""
+    """A fake engine whose idle slots may read unwritten rows. Their logits are NaN, which a sampler
+    refuses if it looks at them."""
 
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
         start = 0 if self.order is None else max(0, end - self.order)
@@ -207,16 +207,16 @@ class IdleFake(FakeEngine):
 
 
 class CopyingFake(FakeEngine):
-    """One that can copy rows between slots, as a beam search asks."""
+    """A fake engine that can copy rows between slots, as beam search needs."""
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         assert source != destination and 0 < rows <= self.capacity
-        self.cache[destination] = 1  # stale rows are another text's
+        self.cache[destination] = 1  # stale rows of another sequence
         self.cache[destination, :rows] = self.cache[source, :rows]
 
 
 def character_tokenizer() -> tokenizers.Tokenizer:
-    """One token for each character of `ALPHABET`; "</s>" ends a text."""
+    """A tokenizer with one token per character of `ALPHABET`, and "</s>" as EOS."""
     vocabulary = {piece: i for i, piece in enumerate([*SPECIAL, *ALPHABET])}
     model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     model.add_special_tokens(SPECIAL)
@@ -231,7 +231,7 @@ def encode(text: str) -> list[int]:
 def graph_facts(
     role: str, vocab_size: int, max_len: int, capacity: int, dtype: Dtype = "float32"
 ) -> GraphFacts:
-    """Of a graph with one layer, whose caches nobody looks into."""
+    """Facts of a graph with one layer, whose caches no test reads."""
     return GraphFacts(
         key=role, source=role, architecture="Fake", parameters=1, dtype=dtype,
         vocab_size=vocab_size, max_len=max_len, capacity=capacity, key_shapes=[[1, 1]],
@@ -267,8 +267,8 @@ def make_manifest(
 def edited(
     edit: Callable[[dict[str, Any]], object], *, checksum: bool = True
 ) -> Callable[[Path], None]:
-    """Changes a bundle's manifest. checksum: makes it right again, so that something else is
-    wrong."""
+    """Return a function that edits a bundle's manifest. checksum: also update the checksum, so that
+    only the edit is wrong."""
 
     def change(bundle: Path) -> None:
         content = json.loads((bundle / MANIFEST_FILE).read_text())
@@ -291,9 +291,9 @@ def make_text_engine(
     rounding: float = 0.0,
     chat: bool = False,
 ) -> TextEngine:
-    """A `TextEngine` over two fakes. folder: where the tokenizer's file is written.
+    """A `TextEngine` over two fake engines. folder: where the tokenizer file is written.
 
-    order, rounding: of the target; the draft attends to as many rows and never rounds.
+    order, rounding: of the target; the draft has the same order and no rounding.
     """
     manifest = make_manifest(draft=draft is not None, slots=slots, chat=chat)
     pair = manifest.pair

@@ -1,4 +1,4 @@
-"""Transformers' own greedy texts, and engines that must say the same token for token."""
+"""Transformers' own greedy output, with which engines must agree token for token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from runtime import Options, Result, TextEngine, load
 
 NEW_TOKENS = 64
-LENGTHS = (1, 5, 30)  # of the prompts, the last beyond the window
+LENGTHS = (1, 5, 30)  # of the prompts; the last exceeds the sliding window
 NEAR_TIE = 1e-5
 
 
@@ -27,14 +27,14 @@ PROMPTS = make_prompts()
 
 
 class Original:
-    """The eager model, and its greedy texts."""
+    """The original model with eager attention, and its greedy output by prompt."""
 
     def __init__(self, checkpoint: Path, **overrides: object):
         kind = decoder_kind(AutoConfig.from_pretrained(checkpoint))
         self.model: PreTrainedModel = kind.from_pretrained(
             checkpoint, attn_implementation="eager", **overrides
         ).eval()
-        # No end of text, so that all of the tokens are compared.
+        # No EOS, so that all tokens are compared.
         self.model.generation_config.eos_token_id = None
         self.texts: dict[tuple[int, ...], list[int]] = {}
 
@@ -59,7 +59,8 @@ class Original:
 
 
 def check_text(original: Original, prompt: list[int], result: Result, what: str) -> None:
-    """Equal, or different from a near-tie on, which is reported."""
+    """Check that the output equals the original's, or first differs at a near-tie, which is issued
+    as a warning."""
     expected, got = original.text(prompt), result.token_ids
     assert len(got) == len(expected) == NEW_TOKENS, what
     if got == expected:
@@ -72,7 +73,7 @@ def check_text(original: Original, prompt: list[int], result: Result, what: str)
 
 @cache
 def original_of(checkpoint: Path) -> Original:
-    """One for all tests of a process, with its texts."""
+    """The `Original` that all tests of a process share, with its output."""
     return Original(checkpoint)
 
 
@@ -81,7 +82,7 @@ def greedy(gamma: int) -> Options:
 
 
 def check_batch(engine: TextEngine, original: Original, gammas: tuple[int, ...]) -> list[Result]:
-    """All prompts at a time, in as many slots as the engine has."""
+    """Generate for all prompts at once, in as many slots as the engine has, and check each."""
     requests = [(prompt, greedy(g)) for prompt, g in zip(PROMPTS, gammas, strict=True)]
     results = dict(engine.batch(requests))
     for index, result in results.items():

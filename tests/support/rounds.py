@@ -1,4 +1,4 @@
-"""Decoders around fakes, an oracle that knows no rounds, and what must hold after every round."""
+"""Decoders on fake engines, an oracle that has no rounds, and invariants to check after a round."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import Sampler
 from runtime.sequence import ActiveSequence, Request, Rounds
 
-SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
+SAMPLER = "numpy"  # set by the fixture `sampler`
 
-# The device's loop is frozen until a GPU has shown that it beats launching ahead.
+# The device-side loop is frozen until a GPU has shown that it beats launching ahead.
 LOOP = pytest.param("loop", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", LOOP], indirect=True)
 without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
-# Also where a test chooses the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
-# kernels with the CPU's given the same numbers.
+# Also for tests that choose the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
+# kernels with the CPU's on the same numbers.
 on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 
 
 def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: everything, and all but the fast ones marked slow."""
+    """Parameters of a test: all of `everything`, with those not in `fast` marked slow."""
     fast = list(fast)
     rest = [case if isinstance(case, tuple) else (case,) for case in everything if case not in fast]
     return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
 class KernelWithUniforms(RoundSampler):
-    """The kernel, with the uniforms of `reference.uniform`, so that a test can choose them."""
+    """The kernel with uniforms from `reference.uniform`, so that a test can choose them."""
 
     def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
         """[B, width]: one column for each (step, purpose)."""
         table = np.zeros((len(self._samplings), width))
         for b, place in enumerate(self._samplings):
             for column, (step, purpose) in enumerate(cells):
-                # Those of steps that a slot does not have must not be asked for either.
+                # Steps that a slot does not have must not draw uniforms either.
                 if step < max(place.gamma, purpose == Purpose.RESIDUAL):
                     table[b, column] = NumpySampler._uniform(None, place, step, purpose)
         return table
@@ -93,9 +93,9 @@ def make_decoder(
     tables: Tables | None = None,
     **of_target: Any,
 ) -> Decoder:
-    """Fakes of exactly the capacity that a bundle has: a row too many is an error.
+    """A decoder on fake engines of exactly a bundle's capacity: one row too many is an error.
 
-    of_target: more options of its `FakeEngine`.
+    of_target: more options of the target's `FakeEngine`.
     """
     capacity = capacity or max_len + max_gamma + 1
     target_engine = FakeEngine(
@@ -129,7 +129,8 @@ def make_decoder(
 
 
 def check_rows(decoder: Decoder, sequence: ActiveSequence) -> None:
-    """The lengths are those of the text, and the valid rows of both caches hold the text."""
+    """Check that the cache lengths match the tokens, and that the valid rows of both caches hold
+    them."""
     slot = sequence.slot
     assert slot.tokens == [*sequence.request.prompt, *ids(sequence)]
     assert slot.target_len == len(slot.tokens) - 1
@@ -145,7 +146,7 @@ def ids(sequence: ActiveSequence) -> list[int]:
 
 
 def run(decoder: Decoder, request: Request) -> ActiveSequence:
-    """The whole text, checked after every round; the slot is given back."""
+    """Decode a whole request, checking the rows after every round, and release the slot."""
     sequence = decoder.admit(request)
     try:
         check_rows(decoder, sequence)
@@ -160,13 +161,13 @@ def run(decoder: Decoder, request: Request) -> ActiveSequence:
 
 
 def finish(decoder: Decoder, *sequences: ActiveSequence) -> None:
-    """Rounds of all that have not ended, until all have."""
+    """Run rounds of the unfinished sequences until all have finished."""
     while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
         decoder.round(unfinished)
 
 
 def together(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequence]:
-    """As `run`, all of them at a time, each in a slot of its own."""
+    """Like `run`, but for all requests at once, each in its own slot."""
     active = [decoder.admit(request) for request in requests]
     while unfinished := [sequence for sequence in active if sequence.finish_reason is None]:
         decoder.round(unfinished)
@@ -178,12 +179,12 @@ def together(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequen
 
 
 def plain(decoder: Decoder, request: Request) -> list[int]:
-    """The same request decoded one token a round."""
+    """The output of the same request decoded one token per round."""
     return ids(run(decoder, replace(request, gamma=0)))
 
 
 def oracle(model: Model, request: Request, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """What the target alone says at temperature 0, by definition: no cache, no round, no `warp`."""
+    """The target's own greedy output, by definition: no cache, no rounds, no `warp`."""
     text, output = list(request.prompt), []
     penalty = np.float32(request.params.repetition_penalty)
     while len(output) < request.max_new_tokens:
@@ -202,12 +203,12 @@ def oracle(model: Model, request: Request, vocab_size: int = VOCAB_SIZE) -> list
     return output
 
 
-# What breaks a round, for the controls
+# Faults of a round, for negative controls
 
 
 @contextmanager
 def broken(name: str, value: object) -> Iterator[None]:
-    """`runtime.<module>.<attribute>` replaced for a while."""
+    """Replace `runtime.<module>.<attribute>` within the context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"runtime.{name}", value)
         yield
@@ -221,7 +222,7 @@ def accept_everything(p, q, drafts, accept_u, final_u, params):
 
 
 def flattened_q(p, q, drafts, accept_u, final_u, params):
-    """A q that was not drawn from: flatter, as at another temperature."""
+    """A rule given a q other than the one drawn from: flatter, as at another temperature."""
     flat = [Distribution.dense(np.sqrt(row.weights)) for row in q]
     return verify(p, flat, drafts, accept_u, final_u, params)
 
@@ -237,7 +238,7 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 
 @contextmanager
 def is_late() -> Iterator[None]:
-    """The end of a text is noticed one token too late."""
+    """The end of a sequence is detected one token too late."""
     real = Decoder._finish_reason
     noticed: dict[ActiveSequence, str | None] = {}
 

@@ -1,5 +1,5 @@
 """The samplers under test, and rounds for them: NumPy, the CPU library, the CUDA kernels emulated
-on the host, and a GPU, whose tests are skipped, with the reason, where there is none.
+on the host, and a GPU, whose tests are skipped with a reason on machines without one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.sampling.warp import SamplingParams, warp
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
 ONE = math.nextafter(1.0, 0.0)  # the largest uniform
-BISECTIONS = 26  # a boundary is known to 2^-26
+BISECTIONS = 26  # locate a boundary to within 2^-26
 NUMPY = "numpy"  # in place of a library
 TOKEN = SamplingParams(temperature=1.0)
 BLOCK = SamplingParams(temperature=1.0, verify="block")
@@ -65,7 +65,7 @@ OPTIONS = {
     },
 }  # fmt: skip
 BIASES = {1: 3.0, 4: -2.5, 6: -100.0, 10_000_000: 1.0}
-COUNTED = {  # on the CPU alone
+COUNTED = {  # CPU only
     "counts": {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
     "counts-greedy": {"frequency_penalty": -0.3, "presence_penalty": -1.0, "logit_bias": BIASES},
     "counts-all": {
@@ -86,7 +86,7 @@ def cpu_library() -> ctypes.CDLL:
         pytest.skip(f"liboutrider cannot be built here: {error}")
 
 
-# Instruction sets, the best one first, and what processors call that which they need.
+# Instruction sets, best first, and the processor flags that each needs.
 SETS = {
     "avx512vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
@@ -100,7 +100,7 @@ SETS = {
 
 @contextmanager
 def instructions(name: str) -> Iterator[bool]:
-    """The CPU library's loops are this set's, if the processor has it: whether it has."""
+    """Make the CPU library use this instruction set. Yields whether the processor has it."""
     library = cpu_library()
     best = library.outrider_instruction_set()
     try:
@@ -128,7 +128,7 @@ def open_backend(name: str) -> ctypes.CDLL | OnGpu | str:
         try:
             return open_gpu()
         except OutriderError as error:
-            if os.environ.get("OUTRIDER_TRACEBACK"):  # make gpu-check runs these where a GPU is
+            if os.environ.get("OUTRIDER_TRACEBACK"):  # `make gpu-check` requires a GPU
                 raise
             pytest.skip(f"no GPU: {error.cause}")
     openers = {"cpu": cpu_library, "emulated": emulated_library}
@@ -136,8 +136,8 @@ def open_backend(name: str) -> ctypes.CDLL | OnGpu | str:
 
 
 class NumpyRounds(NumpySampler):
-    """The reference, as `RoundSampler` is called: with `drafts`, uniforms and a draft's width.
-    nudge: relative, on every uniform that is not given."""
+    """The reference with the interface of `RoundSampler`: `drafts`, uniforms and a draft's
+    vocabulary size. nudge: relative change of every uniform that is not given."""
 
     def __init__(self, vocab_size, width, slots=1, draft_vocab_size=None, nudge=0.0, **_):
         super().__init__(vocab_size)
@@ -192,7 +192,7 @@ def open_sampler(library, vocab_size, width, slots=1, **options):
 
 
 def warp_weights(logits, place, library):
-    """The warped weights [V] of one row by a library, and their total."""
+    """The warped weights [V] of one row from a library, and their total."""
     sampler = RoundSampler(logits.shape[-1], GAMMA_LIMIT, library=library)
     sampler.begin([place])
     weights, total = np.empty(logits.shape[-1], np.float32), ctypes.c_double()
@@ -228,7 +228,7 @@ def as_dtype(logits, dtype):
 
 
 class Case:
-    """Logits of a round for B slots: peaked like a language model's, q near p."""
+    """Logits of a round for B slots: peaked as a language model's are, with q near p."""
 
     def __init__(self, seed, vocab_size, gamma, slots, dtype="float32", noise=0.7, offset=0.0):
         rng = np.random.default_rng([seed, vocab_size, gamma, slots])
@@ -268,7 +268,8 @@ def by_library(library, case, places, threads=1, uniforms=(None, None)):
 
 
 def by_reference(case, place, drafts=None, nudge=0.0):
-    """The same of one slot by NumPy. drafts: given. nudge: see `NumpyRounds`."""
+    """(drafts, verdict) of one slot from NumPy. drafts: use these instead of drawing. nudge: see
+    `NumpyRounds`."""
     sampler = NumpyRounds(case.vocab_size, case.gamma, nudge=nudge)
     sampler.begin([place])
     if drafts is None:
@@ -284,7 +285,7 @@ def same(ours: Verdict, theirs: Verdict) -> bool:
 
 
 def disagreements(library, case, params):
-    """Slots where library and reference differ, although no uniform is near an edge."""
+    """Slots where library and reference differ although no uniform is near an edge."""
     places = case.places(params)
     drafts, verdicts = by_library(library, case, places)
     wrong = []

@@ -1,4 +1,4 @@
-"""Texts and costs to try policies on: recorded acceptance or coins, injected costs, no clock."""
+"""Simulations for policies: recorded or random acceptance, given costs, no clock."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from runtime.costs import Costs
 MAX_GAMMA = 8
 STEP = 0.02  # seconds of a plain step
 COLD = 4  # rounds until caches are warm
-# By place in a text, whether a draft's token stands there; or how many of so many are accepted.
+# For each position, whether a draft token is accepted; or a function from gamma to the number
+# accepted.
 Fate = Sequence[bool] | Callable[[int], int]
 
 
 @dataclass
 class Machine:
-    """What rounds cost, in plain steps. cost: c. growth: of a verification, for each draft token;
-    or table, what each costs. noise: relative, of each timing. outliers: how many of the rounds
-    take 50 times as long. reading: each token that the draft has to catch up with, beside the c of
-    a call. cold: what the first round with drafts after others takes longer, relative, and the
-    three after it in decreasing measure. rise: of all times, after a hundred tokens of a text."""
+    """The costs of rounds, in plain steps. cost: c, of a draft step. growth: extra cost of a
+    verification per draft token; or table: its cost by gamma. noise: relative noise of a timing.
+    outliers: fraction of rounds that take 50 times as long. reading: cost per token that the draft
+    catches up with, besides the c of the call. cold: relative slowdown of the first round with
+    drafts after rounds without, decreasing over the three rounds after it. rise: relative increase
+    of all times over the first hundred tokens of a sequence."""
 
     cost: float
     growth: float = 0.0
@@ -44,11 +46,11 @@ class Machine:
         self.rng = np.random.default_rng(self.seed)
 
     def parts(self, gamma: int) -> tuple[float, float]:
-        """Of a round on average: drafts, and all else."""
+        """Mean costs of a round: drafts, and the rest."""
         return gamma * self.cost, self.table[gamma] if self.table else 1 + gamma * self.growth
 
     def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
-        """Seconds, as a clock would find them."""
+        """Seconds of the two parts, as a clock would measure them."""
         slow *= STEP * (50 if self.rng.random() < self.outliers else 1)
         noise = (self.noise * self.rng.standard_normal(2).clip(-3, 3)).tolist()
         draft, rest = self.parts(gamma)
@@ -57,8 +59,9 @@ class Machine:
 
 @dataclass
 class Run:
-    """Of one text: tokens, time in plain steps, gammas, and where in the text each round began;
-    loss: the largest excess over the promise of `policy.MeasuredPolicy`, after any round."""
+    """The result for one sequence: tokens, time in plain steps, time of plain decoding, gammas, and
+    the position at which each round began. loss: the largest excess, after any round, over the
+    bound that `policy.MeasuredPolicy` promises."""
 
     tokens: int = 0
     time: float = 0.0
@@ -69,7 +72,8 @@ class Run:
 
 
 def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
-    """alpha: acceptance, for all or by place; a place's coin is the same for every policy."""
+    """Random acceptance. alpha: its rate, for all positions or for each; a position's coin is the
+    same for every policy."""
     heads: npt.NDArray[np.bool_] = np.random.default_rng(seed).random(tokens) < alpha
     return heads.tolist()
 
@@ -77,7 +81,8 @@ def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
 def simulate(
     chooser: policy.Policy, known: Costs | None, machine: Machine, fate: Fate, tokens: int
 ) -> Run:
-    """known: what the policy chooses by, and is told; None where it does not."""
+    """Simulate one sequence. known: the costs that the policy uses, updated with each timing; None
+    if it uses none."""
     run, behind, stay = Run(), 0, 0
     while run.tokens < tokens:
         gamma = min(chooser.next(1), tokens - run.tokens - 1)
@@ -108,21 +113,22 @@ def speeds(
     gamma: int | str, machine: Machine, loads: Mapping[str, Sequence[Fate]], tokens: int,
     fallback: bool = False,
 ) -> dict[str, float]:  # fmt: skip
-    """Over plain decoding, by workload and of "all", whose texts take turns on one machine; each
-    workload has its settings."""
+    """Speed-ups over plain decoding, by workload and for "all", whose sequences take turns on one
+    machine. Each workload has its own settings."""
     known, machine = Costs(MAX_GAMMA), replace(machine)
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     for texts in zip(*loads.values(), strict=True):
         for name, fate in zip(loads, texts, strict=True):
             chooser = policy.make_policy(gamma, known, MAX_GAMMA, fallback=fallback, settings=name)
-            told = known if fallback or gamma == "auto" else None
-            runs[name].append(simulate(chooser, told, machine, fate, tokens))
+            observed = known if fallback or gamma == "auto" else None
+            runs[name].append(simulate(chooser, observed, machine, fate, tokens))
     groups = {**runs, "all": [run for some in runs.values() for run in some]}
     return {name: sum(x.plain for x in g) / sum(x.time for x in g) for name, g in groups.items()}
 
 
 @cache
 def recorded() -> dict[str, list[list[bool]]]:
-    """The bundled pair's: `bench.suites.policies.suite.record_acceptances` made the file."""
+    """Acceptance of the bundled pair, from a file that
+    `bench.suites.policies.suite.record_acceptances` wrote."""
     texts = json.loads(Path(__file__).with_name("acceptance.json").read_text())
     return {name: [[x == "1" for x in row] for row in rows] for name, rows in texts.items()}

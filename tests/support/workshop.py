@@ -1,8 +1,8 @@
-"""What the exporter and the compilers make of tiny checkpoints, made once.
+"""Builds checkpoints, graphs and bundles of tiny models, each only once.
 
-Within a run everything is: checkpoints, graphs and bundles by what they are made from. What takes
-seconds is kept in the checkout too, for other runs: parts, by the exporter's own key; traces and
-compiled code, by all that they depend on, which the values of the weights are not part of.
+Within a run, checkpoints, graphs and bundles are keyed by their inputs. Results that take seconds
+are also kept in the checkout for later runs: parts, by the exporter's own key; traces and compiled
+code, by everything they depend on, which excludes the values of the weights.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from export.pair import export as export_pair
 from runtime.files.manifest import GraphFacts
 from runtime.files.records import digest_json
 
-MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
+MAX_LEN, MAX_GAMMA = 128, 8  # of bundles, unless a test overrides them
 CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 KEPT = CHECKOUT / "build" / ".tests"
-# Of a configuration: they leave no mark on a trace. Did one, the export's comparison would see it.
+# Fields of a configuration that do not affect a trace. If one did, the export's comparison would
+# fail.
 NOT_TRACED = {"_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def _own_files(folder: Path) -> None:
-    """Files in place of links into the cache: no bundle that a test damages may become the owner of
-    what others build from."""
+    """Replace links into the cache by copies, so that no bundle that a test damages owns files from
+    which others are built."""
     for link in filter(Path.is_symlink, list(folder.rglob("*"))):
         content = link.read_bytes()
         link.unlink()
@@ -58,8 +59,8 @@ def _own_files(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[Path]:
-    """Nobody else makes what is missing at `place`: no test, no worker, no other run."""
+def _locked(place: Path) -> Iterator[Path]:
+    """Hold the lock of `place`, so that no other test, worker or run creates it meanwhile."""
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(place.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
     try:
@@ -69,14 +70,15 @@ def _alone(place: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-# Signatures of torch's operators: each export parses the sources of all five hundred anew.
+# Signatures of torch's operators: otherwise each export parses the sources of all five hundred
+# again.
 _PARSED = functools.cache(onnxscript.TracedOnnxFunction.function_ir.fget)
 onnxscript.TracedOnnxFunction.function_ir = property(_PARSED)
 
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Decoders that differ in the values of their weights alone share one trace."""
+    """Decoders that differ only in the values of their weights share one trace."""
     real = export.graph.trace
 
     def trace(decoder: Decoder | Encoder, example: Example) -> ir.Model:
@@ -102,7 +104,7 @@ def traced_once() -> Iterator[None]:
                 "versions": part.versions(),
             }
         )
-        with _alone(KEPT / "traces" / f"{key[:16]}.onnx") as place:
+        with _locked(KEPT / "traces" / f"{key[:16]}.onnx") as place:
             if not place.exists():
                 traced = real(decoder, example)
                 ir.save(traced, place.with_suffix(".part"))
@@ -110,7 +112,7 @@ def traced_once() -> Iterator[None]:
                 return traced
         traced = ir.load(place)
         for name, value in traced.graph.initializers.items():
-            if name in weights:  # else it is a constant of the code
+            if name in weights:  # otherwise a constant of the code
                 value.const_value = TorchTensor(weights[name], name)
         return traced
 
@@ -121,23 +123,23 @@ def traced_once() -> Iterator[None]:
 
 @contextmanager
 def _parts_one_by_one() -> Iterator[None]:
-    """Who wants a part that another worker is making waits for it, and finds it made."""
+    """A worker that needs a part which another is building waits for it and reuses it."""
     real = part.make
 
     def make(
         request: part.PartRequest, folder: Path, force: bool = False
     ) -> tuple[Path, GraphFacts]:
-        # What libraries of ONNX say between a build's lines; Torch's and Transformers' stay apart.
-        heard = BufferingHandler(sys.maxsize)
-        heard.setLevel(logging.WARNING)
-        with _alone(KEPT / "parts" / request.key()[:16]):
-            logging.getLogger().addHandler(heard)
+        # ONNX libraries may not log between a build's lines. Torch and Transformers log elsewhere.
+        handler = BufferingHandler(sys.maxsize)
+        handler.setLevel(logging.WARNING)
+        with _locked(KEPT / "parts" / request.key()[:16]):
+            logging.getLogger().addHandler(handler)
             try:
                 made = real(request, folder, force)
             finally:
-                logging.getLogger().removeHandler(heard)
-            said = [record.getMessage() for record in heard.buffer]
-            assert not said, said
+                logging.getLogger().removeHandler(handler)
+            messages = [record.getMessage() for record in handler.buffer]
+            assert not messages, messages
             return made
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,14 +149,15 @@ def _parts_one_by_one() -> Iterator[None]:
 
 @contextmanager
 def _compiled_once() -> Iterator[None]:
-    """AOTInductor's packages hold code and no weights, so models that differ in those share one."""
+    """Models that differ only in their weights share one AOTInductor package, which holds code but
+    no weights."""
     real = torch._inductor.aoti_compile_and_package
 
     def compile(program: Any, *, package_path: str, **options: Any) -> None:
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in program.state_dict.items()}
         made_of = f"{torch.__version__} {program.graph} {shapes} {options}"
         key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-        with _alone(KEPT / "compiled" / f"{key}.pt2") as place:
+        with _locked(KEPT / "compiled" / f"{key}.pt2") as place:
             if not place.exists():
                 real(program, package_path=package_path, **options)
                 shutil.copyfile(package_path, place.with_suffix(".part"))
@@ -168,13 +171,14 @@ def _compiled_once() -> Iterator[None]:
 
 
 class Workshop:
-    """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
+    """Checkpoints, graphs and bundles, keyed by their inputs and shared by all tests of a run.
 
-    The folders belong to everybody: copy before you damage one. Workers of one run share them too.
+    All tests and workers of a run share the folders: copy one before you damage it.
     """
 
-    # Build from `graphs` alone, which own their files: a bundle of an export into this cache would
-    # come to own the cache's, under whoever reads them at the time, and until its run is forgotten.
+    # Build only from `graphs`, which own their files. A bundle built from an export that links into
+    # this cache would take over the cache's files, while others read them, until the run's folder
+    # is deleted.
     cache = KEPT / "parts"
 
     def __init__(self, root: Path):
@@ -189,13 +193,13 @@ class Workshop:
         return folder
 
     def example(self, name: str) -> Path:
-        """The checkpoint that stands for this architecture, of one layer where all are alike."""
+        """The example checkpoint of this architecture; one layer where all layers are alike."""
         layers = ({"n_layer": 1} if name == "gpt2" else SMALL) if name in ONE_LAYER else {}
         # Seed 0 happens to make a Granite that repeats itself.
         return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
 
     def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
-        """What `python -m export` writes. options: those of `export.pair.export`."""
+        """The folder that `python -m export` writes. options: those of `export.pair.export`."""
         options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, **options}
         with self._once("graphs", f"{target}+{draft}", options) as (folder, made):
             if not made:
@@ -214,33 +218,33 @@ class Workshop:
         measure: bool = False,
         **options: Any,
     ) -> Path:
-        """What `python -m engines` writes, for one slot. options: as `graphs`. measure: what its
-        bits depend on, which takes seconds."""
+        """The bundle that `python -m engines` writes, for one slot. options: as for `graphs`.
+        measure: also measure what its bitwise results depend on, which takes seconds."""
         form = {"form": "torch"} if find_backend(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
         measured = {"measure": True} if measure else {}
         with self._once("bundle", str(graphs), measured) as (folder, made):
             if not made:
-                # Also on a machine with a GPU.
+                # For the CPU, even on a machine with a GPU.
                 sm = "cpu" if backend == "aotinductor" else ""
                 with _compiled_once():
                     build(graphs, folder, backend=backend, slots=1, sm=sm, measure=measure)
         return folder
 
     def pair(self, backend: str = "onnxruntime") -> tuple[Path, Path]:
-        """The checkpoints that most tests share: two that disagree, small ones where a compile
-        takes half a minute."""
+        """The two checkpoints that most tests share, which disagree; small ones for AOTInductor,
+        which takes half a minute to compile."""
         if backend == "aotinductor":
             return self.small_pair()
         return self.checkpoint("llama"), self.checkpoint("llama", seed=7)
 
     def small_pair(self) -> tuple[Path, Path]:
-        """Two that disagree, of one layer."""
+        """Two checkpoints of one layer that disagree."""
         return self.checkpoint("llama", **SMALL), self.checkpoint("llama", seed=7, **SMALL)
 
     @contextmanager
     def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:
-        """The folder of these ingredients, whether it is made, and nobody else making it."""
+        """Yield the folder for these inputs and whether it exists, holding its lock."""
         key = hashlib.sha256(repr((name, sorted(options.items()))).encode()).hexdigest()[:12]
-        with _alone(self.root / f"{kind}-{Path(name).name.split('+')[0]}-{key}") as folder:
+        with _locked(self.root / f"{kind}-{Path(name).name.split('+')[0]}-{key}") as folder:
             yield folder, folder.is_dir()

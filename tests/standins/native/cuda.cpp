@@ -1,5 +1,6 @@
-// A CUDA driver without a GPU, for a session: device memory is host memory, and a stream does its work
-// when somebody waits for it, so what reads too early reads garbage. A capture records, a graph repeats.
+// A CUDA driver without a GPU, for a session: device memory is host memory, and a stream runs its
+// work when the host waits for it, so code that reads too early reads garbage. A capture records
+// work, and a graph repeats it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,27 +21,27 @@ using Work = std::function<void()>;
 using Works = std::vector<Work>;
 
 constexpr unsigned char GARBAGE = 0xa5;
-int anything; // whose address is a context
+int anything; // its address serves as the context
 
-std::map<std::string, long long> counts; // what happened, by name
+std::map<std::string, long long> counts; // of events and objects, by name
 thread_local std::vector<CUcontext> current;
 std::map<CUdeviceptr, size_t> device; // allocated bytes, by their first address
 std::map<char*, size_t> pinned;
-std::map<CUstream, Works> streams; // what is on each; there is no order between them
+std::map<CUstream, Works> streams; // pending work of each; there is no order between streams
 Works* recording = nullptr;
 CUstream recorded = nullptr; // the stream that captures
 size_t room = size_t{1} << 30;
-long long until_failure = -1; // allocations; -1: none fails
+long long until_failure = -1; // successful allocations before one fails; -1: none fails
 bool breaks_captures = false;
-bool broken = false; // the GPU, as after an illegal address
+bool broken = false; // whether the GPU has failed, as after an illegal address
 
-[[noreturn]] void wrong(const char* what) { // a fault of whoever calls
+[[noreturn]] void fail(const char* what) { // a fault of the caller
   std::fprintf(stderr, "driver stand-in: %s\n", what);
   std::abort();
 }
 
-void need(bool is, const char* what) {
-  if (!is) wrong(what);
+void need(bool condition, const char* what) {
+  if (!condition) fail(what);
 }
 
 void enqueue(CUstream stream, Work work) {
@@ -50,18 +51,18 @@ void enqueue(CUstream stream, Work work) {
       .push_back(std::move(work));
 }
 
-// What a capture forbids, and what nobody may do without a context.
-void need_free(const char* what) { need(!current.empty() && recording == nullptr, what); }
+// Checks that no capture is recording and that a context is current.
+void need_no_capture(const char* what) { need(!current.empty() && recording == nullptr, what); }
 
 void need_idle(const char* what) {
   for (const auto& [stream, works] : streams) need(works.empty() || broken, what);
 }
 
-// Page-locked memory that a copy reads when its turn comes must be until then as it was.
+// A copy reads page-locked memory when it runs; until then the memory must not change.
 Work copied(CUdeviceptr to, const char* from, size_t size, bool now) {
   const std::string then = now ? std::string(from, size) : std::string();
   return [=] {
-    need(!now || std::memcmp(from, then.data(), size) == 0, "what a copy reads was written to");
+    need(!now || std::memcmp(from, then.data(), size) == 0, "a pending copy's source has changed");
     std::memcpy(reinterpret_cast<char*>(to), from, size);
   };
 }
@@ -95,7 +96,7 @@ API long long standin_count(const char* what) {
   counts["current"] = static_cast<long long>(current.size());
   return counts[what];
 }
-// The allocation after `more` others, of the device or page-locked, fails.
+// Makes the allocation after `more` others fail, of device or page-locked memory.
 API void standin_fail(long long more) { until_failure = more; }
 API void standin_room(size_t size) { room = size; }
 API void standin_break_captures(bool is) { breaks_captures = is; }
@@ -126,7 +127,7 @@ API CUresult cuCtxPushCurrent(CUcontext context) {
   return CUDA_SUCCESS;
 }
 API CUresult cuCtxPopCurrent(CUcontext* context) {
-  need(!current.empty(), "popped what was not pushed");
+  need(!current.empty(), "a pop without a push");
   *context = current.back();
   current.pop_back();
   return CUDA_SUCCESS;
@@ -143,7 +144,7 @@ API CUresult cuMemGetInfo(size_t* found, size_t* total) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
-  need_free("an allocation in a capture, or without a context");
+  need_no_capture("an allocation in a capture, or without a context");
   if (fails()) return CUDA_ERROR_OUT_OF_MEMORY;
   void* const found = std::aligned_alloc(256, (size + 255) / 256 * 256);
   std::memset(found, GARBAGE, size);
@@ -152,14 +153,14 @@ API CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemFree(CUdeviceptr address) {
-  need_free("memory given back in a capture, or without a context");
+  need_no_capture("memory given back in a capture, or without a context");
   need_idle("memory given back that work on a stream may use");
   need(device.erase(address) == 1, "freed what was not allocated");
   std::free(bytes(address));
   return CUDA_SUCCESS;
 }
 API CUresult cuMemHostAlloc(void** address, size_t size, unsigned) {
-  need_free("an allocation in a capture, or without a context");
+  need_no_capture("an allocation in a capture, or without a context");
   if (fails()) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = std::malloc(size);
   std::memset(*address, GARBAGE, size);
@@ -167,7 +168,7 @@ API CUresult cuMemHostAlloc(void** address, size_t size, unsigned) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemFreeHost(void* address) {
-  need_free("memory given back in a capture, or without a context");
+  need_no_capture("memory given back in a capture, or without a context");
   need_idle("memory given back that work on a stream may use");
   need(pinned.erase(static_cast<char*>(address)) == 1, "freed what was not allocated");
   std::free(address);
@@ -193,7 +194,7 @@ API CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t size, CUstream
 
 API CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   need(flags == CU_STREAM_NON_BLOCKING, "a stream that waits for the default one");
-  need_free("a stream made in a capture, or without a context");
+  need_no_capture("a stream made in a capture, or without a context");
   *stream = reinterpret_cast<CUstream>(new int);
   streams[*stream] = {};
   return CUDA_SUCCESS;

@@ -1,9 +1,10 @@
-// TensorRT without a GPU, against its own headers: contexts that check what they are told, and a toy
-// model in place of kernels, which tests/session/toy_model.py has too.
+// TensorRT without a GPU, compiled against its own headers: contexts that check their inputs, and
+// in place of kernels a toy model, which tests/session/toy_model.py implements too.
 //
-// A cache row holds the token that was written there, and a row's logits come from all tokens before
-// it: a stale row, a wrong position or a neighbour's slot gives other logits, a row that nobody wrote
-// gives NaN. stubs.h: an abort for every function of apiv that is not called, made from NvInferImpl.h.
+// A cache row holds the token that was written there, and a row's logits depend on all tokens up to
+// it: a stale row, a wrong position or another slot's row gives different logits, and a row that
+// was never written gives NaN. stubs.h, generated from NvInferImpl.h, aborts in every function of
+// apiv that is not implemented here.
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -33,9 +34,9 @@ namespace {
 
 using namespace nvinfer1;
 
-constexpr uint16_t POISON = 0xffff; // in a cache, as all that is no token's: NaN
+constexpr uint16_t POISON = 0xffff; // NaN in a cache, as is every value that is not a token's
 
-void want_context() { // of whoever destroys
+void want_context() { // checked by destructors
   if (!standin_current()) missing("a current context");
   if (standin_capturing()) missing("an end of the capture");
 }
@@ -51,11 +52,11 @@ uint64_t mix(uint64_t x) { // splitmix64's finaliser
 struct Plan {
   std::map<std::string, std::string> texts;
   int64_t number(const std::string& name) const { return std::stoll(texts.at(name)); }
-  bool is(const std::string& name) const { return texts.count(name) == 1; }
+  bool has(const std::string& name) const { return texts.count(name) == 1; }
 };
 
 struct Range {
-  int64_t least, most;
+  int64_t minimum, maximum;
 };
 
 class Engine;
@@ -72,24 +73,24 @@ public:
   bool enqueueV3(cudaStream_t stream) noexcept override;
 
 private:
-  struct Told {
+  struct Bindings {
     std::map<std::string, std::vector<int64_t>> shapes;
     std::map<std::string, char*> addresses;
-    bool operator==(const Told& other) const {
+    bool operator==(const Bindings& other) const {
       return shapes == other.shapes && addresses == other.addresses;
     }
   };
   struct Job {
     const Engine* engine;
-    Told told;
-    std::weak_ptr<int> context; // what a context has of its own, a replay still uses
+    Bindings bindings;
+    std::weak_ptr<int> context; // a replay still uses resources that the context owns
   };
   static void run(const Job& job);
 
   const Engine& engine_;
   int32_t profile_ = -1;
   int64_t memory_ = -1;
-  Told told_, ran_;
+  Bindings bindings_, last_run_;
   const std::shared_ptr<int> own_ = std::make_shared<int>();
   bool has_run_ = false, was_captured_ = false;
 };
@@ -102,15 +103,15 @@ public:
     for (int64_t layer = 0; layer < plan.number("layers"); ++layer)
       for (const char* side : {"key_", "value_"})
         for (const char* end : {"", "_out"}) names.push_back(side + std::to_string(layer) + end);
-    if (plan.is("odd_tensor")) names.push_back("odd");
+    if (plan.has("odd_tensor")) names.push_back("odd");
     std::istringstream sizes(plan.texts.at("profiles"));
-    for (Range range; sizes >> range.least && sizes.get() && sizes >> range.most; sizes.get())
+    for (Range range; sizes >> range.minimum && sizes.get() && sizes >> range.maximum; sizes.get())
       profiles.push_back(range);
   }
 
   ~Engine() noexcept override { want_context(); }
 
-  void say(const std::string& what) const {
+  void log_error(const std::string& what) const {
     logger.log(ILogger::Severity::kWARNING, "nothing to worry about");
     logger.log(ILogger::Severity::kERROR, (what + ".\nmore of it").c_str());
   }
@@ -121,12 +122,12 @@ public:
   }
   DataType getTensorDataType(char const* name) const noexcept override {
     if (std::strcmp(name, "logits") == 0)
-      return plan.is("half_logits") ? DataType::kHALF : DataType::kFLOAT;
-    return plan.is("float_caches") ? DataType::kFLOAT : DataType::kHALF;
+      return plan.has("half_logits") ? DataType::kHALF : DataType::kFLOAT;
+    return plan.has("float_caches") ? DataType::kFLOAT : DataType::kHALF;
   }
   char const* getAliasedInputTensor(char const* name) const noexcept override {
     aliased = std::string(name).substr(0, std::strlen(name) - 4);
-    return plan.is("copies") ? nullptr : aliased.c_str();
+    return plan.has("copies") ? nullptr : aliased.c_str();
   }
   int64_t getDeviceMemorySizeForProfileV2(int32_t index) const noexcept override {
     return index == 0 ? 1000 : 3000;
@@ -135,9 +136,9 @@ public:
       ExecutionContextAllocationStrategy strategy) noexcept override {
     if (strategy != ExecutionContextAllocationStrategy::kUSER_MANAGED) missing("another strategy");
     if (standin_capturing()) missing("an end of the capture");
-    if (plan.is("no_context")) return say("no context today"), nullptr;
-    if (plan.is("contexts") && contexts == plan.number("contexts"))
-      return say("no memory for a context"), nullptr;
+    if (plan.has("no_context")) return log_error("no context today"), nullptr;
+    if (plan.has("contexts") && contexts == plan.number("contexts"))
+      return log_error("no memory for a context"), nullptr;
     return new Context(*this);
   }
 
@@ -145,7 +146,7 @@ public:
   ILogger& logger;
   std::vector<std::string> names;
   std::vector<Range> profiles; // three of each: B, N and K
-  mutable int64_t contexts = 0; // that live
+  mutable int64_t contexts = 0; // live ones
 
 private:
   mutable std::string aliased;
@@ -164,7 +165,7 @@ Context::~Context() noexcept {
 bool Context::setOptimizationProfileAsync(int32_t index, cudaStream_t) noexcept {
   if (standin_capturing()) missing("an end of the capture");
   profile_ = index;
-  return !engine_.plan.is("no_profile") || (engine_.say("no such profile"), false);
+  return !engine_.plan.has("no_profile") || (engine_.log_error("no such profile"), false);
 }
 
 void Context::setDeviceMemoryV2(void* memory, int64_t size) noexcept {
@@ -179,54 +180,57 @@ bool Context::setInputShape(char const* name, Dims const& dims) noexcept {
   const Plan& plan = engine_.plan;
   const Range* const ranges = engine_.profiles.data() + 3 * profile_;
   const auto within = [](int64_t size, const Range& range) {
-    return range.least <= size && size <= range.most;
+    return range.minimum <= size && size <= range.maximum;
   };
-  bool good = false;
+  bool valid = false;
   if (tensor == "input_ids")
-    good = shape.size() == 2 && within(shape[0], ranges[0]) && within(shape[1], ranges[1]);
+    valid = shape.size() == 2 && within(shape[0], ranges[0]) && within(shape[1], ranges[1]);
   else if (tensor == "position")
-    good = shape.size() == 1 && within(shape[0], ranges[0]);
+    valid = shape.size() == 1 && within(shape[0], ranges[0]);
   else if (tensor == "logits_index")
-    good = shape.size() == 1 && within(shape[0], ranges[2]);
+    valid = shape.size() == 1 && within(shape[0], ranges[2]);
   else
-    good = shape.size() == 4 && within(shape[0], ranges[0]) && shape[1] == plan.number("heads") &&
+    valid = shape.size() == 4 && within(shape[0], ranges[0]) && shape[1] == plan.number("heads") &&
            shape[2] == plan.number("capacity") && shape[3] == plan.number("width");
-  if (!good) return engine_.say(tensor + " is out of profile " + std::to_string(profile_)), false;
-  told_.shapes[tensor] = shape;
+  if (!valid) {
+    engine_.log_error(tensor + " is out of profile " + std::to_string(profile_));
+    return false;
+  }
+  bindings_.shapes[tensor] = shape;
   return true;
 }
 
 bool Context::setTensorAddress(char const* name, void* data) noexcept {
-  if (reinterpret_cast<uintptr_t>(data) % 256 != 0) return engine_.say("not aligned"), false;
-  told_.addresses[name] = static_cast<char*>(data);
+  if (reinterpret_cast<uintptr_t>(data) % 256 != 0) return engine_.log_error("not aligned"), false;
+  bindings_.addresses[name] = static_cast<char*>(data);
   return true;
 }
 
 bool Context::enqueueV3(cudaStream_t stream) noexcept {
-  if (told_.addresses.size() != engine_.names.size()) missing("the address of a tensor");
+  if (bindings_.addresses.size() != engine_.names.size()) missing("the address of a tensor");
   if (memory_ < engine_.getDeviceMemorySizeForProfileV2(profile_)) missing("scratch enough");
-  if (engine_.plan.is("broken")) return engine_.say("broken today"), false;
-  for (const auto& [name, address] : told_.addresses)
+  if (engine_.plan.has("broken")) return engine_.log_error("broken today"), false;
+  for (const auto& [name, address] : bindings_.addresses)
     if (name.size() > 4 && name.substr(name.size() - 4) == "_out" &&
-        told_.addresses.at(name.substr(0, name.size() - 4)) != address)
+        bindings_.addresses.at(name.substr(0, name.size() - 4)) != address)
       missing("caches in place");
   const bool captured = standin_capturing();
-  if (captured && !(has_run_ && ran_ == told_)) missing("a run before the capture");
-  if (was_captured_ && !(ran_ == told_)) missing("a context that belongs to a graph alone");
-  ran_ = told_, has_run_ = true, was_captured_ |= captured;
+  if (captured && !(has_run_ && last_run_ == bindings_)) missing("a run before the capture");
+  if (was_captured_ && !(last_run_ == bindings_)) missing("a context used only by its graph");
+  last_run_ = bindings_, has_run_ = true, was_captured_ |= captured;
   standin_enqueue(
       stream, [](void* job) { run(*static_cast<Job*>(job)); },
-      [](void* job) { delete static_cast<Job*>(job); }, new Job{&engine_, told_, own_});
+      [](void* job) { delete static_cast<Job*>(job); }, new Job{&engine_, bindings_, own_});
   return true;
 }
 
-// Rows are written; then each row's logits are made of the tokens up to it, in the last layer.
+// Writes the rows, then computes each row's logits from the tokens up to it, in the last layer.
 void Context::run(const Job& job) {
   if (job.context.expired()) missing("a context that lives until its work is done");
   const Plan& plan = job.engine->plan;
-  const auto& shapes = job.told.shapes;
+  const auto& shapes = job.bindings.shapes;
   const auto numbers = [&](const char* name) {
-    const auto* const data = reinterpret_cast<const int64_t*>(job.told.addresses.at(name));
+    const auto* const data = reinterpret_cast<const int64_t*>(job.bindings.addresses.at(name));
     size_t count = 1;
     for (const int64_t size : shapes.at(name)) count *= static_cast<size_t>(size);
     if (!standin_holds(data, 8 * count)) missing("ids in device memory");
@@ -238,19 +242,19 @@ void Context::run(const Job& job) {
   const int64_t outputs = shapes.at("logits_index")[0], vocab = plan.number("vocab");
   const int64_t capacity = plan.number("capacity"), width = plan.number("width");
   const int64_t heads = plan.number("heads"), layers = plan.number("layers");
-  auto* const logits = reinterpret_cast<float*>(job.told.addresses.at("logits"));
+  auto* const logits = reinterpret_cast<float*>(job.bindings.addresses.at("logits"));
   if (!standin_holds(logits, 4 * static_cast<size_t>(batch * outputs * vocab)))
     missing("logits in device memory");
-  // What stands in a cache for a token: 0 is nobody's, and the sides differ.
+  // The cached value of a token: 0 means unwritten, and keys and values differ.
   const auto cell = [&](int side, int64_t layer, int64_t b, int64_t row) -> uint16_t& {
     const std::string name = (side == 0 ? "key_" : "value_") + std::to_string(layer);
-    auto* const data = reinterpret_cast<uint16_t*>(job.told.addresses.at(name));
+    auto* const data = reinterpret_cast<uint16_t*>(job.bindings.addresses.at(name));
     const int64_t at = ((b * heads + heads - 1) * capacity + row) * width + width - 1;
     if (!standin_holds(data + at, 2)) missing("caches in device memory");
     return data[at];
   };
   const auto seed = static_cast<uint64_t>(plan.number("seed"));
-  const int64_t nan_from = plan.is("nan_after") ? plan.number("nan_after") : capacity + 1;
+  const int64_t nan_from = plan.has("nan_after") ? plan.number("nan_after") : capacity + 1;
   const float noise = static_cast<float>(plan.number("noise")) / 256;
   for (int64_t b = 0; b < batch; ++b) {
     if (position[b] < 0 || position[b] + tokens > capacity) missing("rows within the capacity");
@@ -294,7 +298,7 @@ public:
     Plan plan;
     for (std::string name, value; text >> name && std::getline(text >> std::ws, value);)
       plan.texts[name] = value;
-    if (plan.is("error")) {
+    if (plan.has("error")) {
       logger_.log(ILogger::Severity::kERROR, plan.texts["error"].c_str());
       return nullptr;
     }

@@ -1,4 +1,4 @@
-// What TensorRT's objects call behind their handles: see NvInferRuntime.h here.
+// The interfaces that TensorRT's handles call: see NvInferRuntime.h here.
 #ifndef STANDIN_NV_INFER_IMPL_H
 #define STANDIN_NV_INFER_IMPL_H
 

@@ -1,6 +1,6 @@
-// As much of TensorRT's interface as this repository calls or implements, so that what is written
-// for it is compiled and driven where its headers are not. Names, types and numbers are TensorRT's;
-// the order of the functions is not, so nothing compiled with this works with the library.
+// The part of TensorRT's interface that this repository calls or implements, so that code for it
+// can be compiled and driven without its headers. Names, types and numbers are TensorRT's; the
+// order of the functions is not, so nothing compiled with this header works with the library.
 #ifndef STANDIN_NV_INFER_RUNTIME_H
 #define STANDIN_NV_INFER_RUNTIME_H
 
@@ -160,7 +160,7 @@ public:
   virtual AsciiChar const* getPluginNamespace() const noexcept = 0;
 };
 
-// --- engines: handles, whose functions ask what stands behind them -------------------------------
+// --- engines: handles, whose functions call the implementation behind them -----------------------
 
 enum class ExecutionContextAllocationStrategy : int32_t {
   kSTATIC, kON_PROFILE_CHANGE, kUSER_MANAGED

@@ -1,4 +1,4 @@
-// Of the version whose interface this stand-in has.
+// The version whose interface this stand-in has.
 #ifndef STANDIN_NV_INFER_VERSION_H
 #define STANDIN_NV_INFER_VERSION_H
 #define TRT_MAJOR_ENTERPRISE 11
