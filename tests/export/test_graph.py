@@ -114,7 +114,7 @@ def test_the_file_says_nothing_of_the_machine_that_made_it(workshop: Workshop, n
 
 
 def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> None:
-    """So a hash identifies a bundle, and a damaged part is simply exported again."""
+    """A hash thus identifies a bundle, and a damaged part can simply be exported again."""
     source = str(workshop.example("gpt2"))
     options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": tmp_path / "cache"}
     first = export_pair(source, None, tmp_path / "out", **options)

@@ -114,11 +114,11 @@ _KEYS = {
 def _name(name: str, family: str) -> str:
     if family.startswith("gemma"):
         name = name.replace("post_attention_layernorm", "post_attention_norm")
-    for theirs, ours in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
-        name = name.replace(theirs, ours)
+    for hf, gguf in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
+        name = name.replace(hf, gguf)
     name = name.replace("lm_head", "output").replace("model.layers.", "blk.")
-    for theirs, ours in _LAYER.items():
-        name = name.replace(f".{theirs}.", f".{ours}.")
+    for hf, gguf in _LAYER.items():
+        name = name.replace(f".{hf}.", f".{gguf}.")
     return name
 
 
