@@ -1,5 +1,5 @@
-"""Random Whispers with the vocabulary of real ones in small, something for them to hear, and what
-Transformers makes of it."""
+"""Random Whisper models with a small vocabulary in the usual order, audio for them, and the
+transcription by Transformers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RATE = 16_000
 TEXT = 60
 END, START, EN, DE, TRANSLATE, TRANSCRIBE, CONTEXT, NO_SPEECH, NO_TIMES = range(TEXT, TEXT + 9)
 ZERO, VOCAB_SIZE = NO_TIMES + 1, NO_TIMES + 1 + 1501
-MOST = 40  # tokens of a text
-torch.set_num_threads(1)  # models of this size only lose by more
+MOST = 40  # maximum number of tokens of a text
+torch.set_num_threads(1)  # more threads only slow models of this size down
 LANGUAGES = {"en": EN, "de": DE}
 
 
 @cache
 def model(seed: int = 0, english: bool = False) -> WhisperForConditionalGeneration:
-    """Random weights, large enough for texts that depend on sound and context."""
+    """A model with random weights, large enough that texts depend on sound and context."""
     config = WhisperConfig(
         vocab_size=VOCAB_SIZE, d_model=32, encoder_layers=1, decoder_layers=1,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
@@ -39,7 +39,7 @@ def model(seed: int = 0, english: bool = False) -> WhisperForConditionalGenerati
         for parameter in made.parameters():
             parameter.data += torch.randn_like(parameter) * 0.3
     with torch.no_grad():
-        made.proj_out.weight[END] *= 1.6  # windows that end before their room does
+        made.proj_out.weight[END] *= 1.6  # so that windows end before the token limit
     own: dict[str, Any] = {
         "no_timestamps_token_id": NO_TIMES, "prev_sot_token_id": CONTEXT, "max_length": MOST,
         "suppress_tokens": [3, 5, START, EN, DE, TRANSLATE, TRANSCRIBE, CONTEXT, NO_SPEECH],
@@ -54,7 +54,7 @@ def model(seed: int = 0, english: bool = False) -> WhisperForConditionalGenerati
 
 
 def talk(seconds: float, seed: int = 0) -> np.ndarray:
-    """Something that changes: syllables of noise and tones, and pauses."""
+    """A signal that varies: syllables of noise and tones, and pauses."""
     rng = np.random.default_rng(seed)
     pieces, count = [], round(seconds * RATE)
     while sum(map(len, pieces)) < count:
@@ -71,10 +71,10 @@ def theirs(
     extractor = WhisperFeatureExtractor()
     long = {"truncation": False, "padding": "longest"} if len(sound) > 30 * RATE else {}
     given = extractor(sound, sampling_rate=RATE, return_tensors="pt", **long).input_features
-    told = {"return_timestamps": True, "return_segments": True, "do_sample": False, **options}
+    settings = {"return_timestamps": True, "return_segments": True, "do_sample": False, **options}
     if not english:
-        told = {"task": "transcribe", **told}
-    found = model(seed, english).generate(given, **told)
+        settings = {"task": "transcribe", **settings}
+    found = model(seed, english).generate(given, **settings)
     return found["segments"][0]
 
 

@@ -1,4 +1,4 @@
-"""--audio from the command line: what is printed of windows as they come, and what is refused."""
+"""--audio on the command line: output of the windows as they are transcribed, and refusals."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ WINDOWS = [
 
 
 @pytest.fixture
-def asked() -> dict[str, Any]:
+def passed() -> dict[str, Any]:
     return {}
 
 
 @pytest.fixture
 def cli(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, Any],
+    passed: dict[str, Any],
 ) -> Cli:  # fmt: skip
-    """Its engine hears the windows above."""
+    """The command line with an engine that transcribes to the windows above."""
     engine = make_text_engine(tmp_path, random_model(1))
     monkeypatch.chdir(tmp_path)
     for name in ("talk.wav", "a.flac"):
         (tmp_path / name).touch()
 
     def transcribe(audio: str, *, heard: Callable[..., None], **options: Any) -> Transcription:
-        asked.update(options, audio=audio)
+        passed.update(options, audio=audio)
         for i, window in enumerate(WINDOWS):
             heard(30.0 * (i + 1), 90.0, window)
         segments = tuple(segment for window in WINDOWS for segment in window)
@@ -53,16 +53,16 @@ def cli(
     return Cli(engine, capsys, monkeypatch)
 
 
-def test_text(cli: Cli, asked: dict[str, Any]) -> None:
+def test_text(cli: Cli, passed: dict[str, Any]) -> None:
     status, out, err = cli("--audio", "talk.wav")
     assert (status, out) == (0, "Good day. What now?\n")
     head, first, second = err.splitlines()[:3]
     assert head.startswith("audio     talk.wav ") and head.endswith(" s")
     assert first.startswith("audio 90.0 s | windows 3 | language en | ")
     assert second == "output 4 tok | 2.0 tok/s"
-    assert asked["audio"] == "talk.wav" and asked["max_new_tokens"] is None
-    assert (asked["temperature"], asked["timestamps"], asked["seed"]) == (0.0, False, 0)
-    assert not {"language", "source", "chat", "logprobs"} & asked.keys()
+    assert passed["audio"] == "talk.wav" and passed["max_new_tokens"] is None
+    assert (passed["temperature"], passed["timestamps"], passed["seed"]) == (0.0, False, 0)
+    assert not {"language", "source", "chat", "logprobs"} & passed.keys()
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_text(cli: Cli, asked: dict[str, Any]) -> None:
         (["--format", "vtt"], "WEBVTT\n\n00:00:00.000 --> ", "--> 00:01:02.000\nnow?\n\n"),
     ],
 )  # fmt: skip
-def test_times(cli: Cli, asked: dict[str, Any], options: list[str], begin: str, end: str) -> None:
-    """Of all windows (what a segment looks like: test_subtitles.py)."""
+def test_times(cli: Cli, passed: dict[str, Any], options: list[str], begin: str, end: str) -> None:
+    """Times of all windows; test_subtitles.py tests the format of a segment."""
     status, out, err = cli("--audio", "talk.wav", *options, "--stats", "none")
-    assert (status, err) == (0, "") and asked["timestamps"]
+    assert (status, err) == (0, "") and passed["timestamps"]
     assert out.startswith(begin) and out.endswith(end) and out.count(" --> ") == 3
 
 
@@ -95,7 +95,7 @@ def test_json(cli: Cli) -> None:
     assert found["stats"]["output_tokens"] == 4
 
 
-def test_options(cli: Cli, asked: dict[str, Any]) -> None:
+def test_options(cli: Cli, passed: dict[str, Any]) -> None:
     words = (
         "--language de --task translate --condition-on-prev-tokens --temperatures 0,0.2 "
         "--compression-ratio-threshold 1.35 --logprob-threshold=-1 --no-speech-threshold 0.6 "
@@ -108,9 +108,9 @@ def test_options(cli: Cli, asked: dict[str, Any]) -> None:
         "no_speech_threshold": 0.6, "gamma": 2, "top_p": 0.9, "max_new_tokens": 50, "seed": 5,
         "draft": "ngram",
     }  # fmt: skip
-    assert expected.items() <= asked.items()
+    assert expected.items() <= passed.items()
     cli("--audio", "a.flac", "--temperatures", "0,1", "--logprob-threshold=-1")
-    assert asked["seed"] != 0, "drawn, where one has a part in the text"
+    assert passed["seed"] != 0, "drawn at random where the text depends on it"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_refused(cli: Cli, words: str, cause: str) -> None:
 
 @pytest.mark.parametrize("name", ["none.wav", "two\nlines.wav", "."])
 def test_a_file_that_cannot_be_read_is_refused_first(cli: Cli, name: str) -> None:
-    """In one line, before the engines are loaded."""
+    """The error is one line, printed before the engines are loaded."""
     assert name.replace("\n", " ") in cli.refused("--audio", name, kind="prompt")
 
 

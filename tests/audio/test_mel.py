@@ -1,4 +1,4 @@
-"""Features are those of Transformers' extractor, for signals that are hard on one part each."""
+"""Features equal those of Transformers' extractor, for signals that each stress one part of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIGNALS = {
 
 
 def features(samples: np.ndarray, mels: int = 80) -> np.ndarray:
-    """Ours, of blocks that end anywhere in a frame."""
+    """Features by Outrider, from blocks that end anywhere in a frame."""
     padded = np.pad(samples, (0, max(0, CHUNK - len(samples)))).astype(np.float32)
     blocks = np.array_split(padded, 7)
     logs = np.hstack(list(LogMel(mels, RATE, 400, 160).log_powers(blocks)))
@@ -40,7 +40,7 @@ def features(samples: np.ndarray, mels: int = 80) -> np.ndarray:
 
 
 def expected(samples: np.ndarray, mels: int = 80) -> Iterator[np.ndarray]:
-    """Those of both implementations that Transformers has: PyTorch's, and its own."""
+    """Features by both implementations in Transformers: PyTorch's and NumPy's."""
     extractor = WhisperFeatureExtractor(feature_size=mels)
     long = {"truncation": False, "padding": "longest"} if len(samples) > CHUNK else {}
     given = samples.astype(np.float32)

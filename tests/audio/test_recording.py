@@ -1,4 +1,4 @@
-"""Files and arrays of all kinds as one stream of samples, and what is refused of them."""
+"""Files and arrays of all kinds become one stream of samples, or are refused."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_files_at_the_rate_are_read_as_they_are(tmp_path: Path, name: str) -> No
 
 
 def test_channels_bits_and_rates(tmp_path: Path) -> None:
-    """Stereo in 8 bits at 11 kHz: half of it is silent, and a sine of 440 Hz comes out."""
+    """Stereo in 8 bits at 11 kHz with one silent channel becomes a sine of 440 Hz."""
     stereo = np.stack([sine(2, 11_025), np.zeros(2 * 11_025)], axis=1)
     soundfile.write(tmp_path / "a.wav", stereo, 11_025, subtype="PCM_U8")
     found = samples(tmp_path / "a.wav")
     assert len(found) == 2 * RATE
-    inner = slice(RATE // 4, -RATE // 4)  # a sine that begins at once rings
+    inner = slice(RATE // 4, -RATE // 4)  # the filter rings at an abrupt start
     np.testing.assert_allclose(found[inner], sine(2, RATE)[inner] / 2, atol=0.01)
     read, rate = soundfile.read(tmp_path / "a.wav", dtype="float32")
     whole = soxr.resample(read.mean(axis=1), rate, RATE)
@@ -85,7 +85,7 @@ def test_files_that_hold_no_audio(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.wav", "a.aiff", "a.w64", "a.rf64"])
 def test_a_file_that_is_cut_off(tmp_path: Path, name: str) -> None:
-    """libsndfile reads what there is, and says nothing."""
+    """libsndfile reads the available samples without an error."""
     soundfile.write(tmp_path / name, sine(1, RATE), RATE)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
@@ -95,7 +95,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_that_was_written_into_a_pipe(tmp_path: Path) -> None:
-    """Its header says nothing of its length."""
+    """Its header has no length."""
     soundfile.write(tmp_path / "a.wav", sine(1, RATE), RATE)
     whole = bytearray((tmp_path / "a.wav").read_bytes())
     size = whole.index(b"data") + 4
@@ -135,7 +135,7 @@ def windows(sound: np.ndarray) -> Windows:
 
 
 def whole_features(sound: np.ndarray) -> np.ndarray:
-    """As in one call, with as many frames of silence behind as a window may see."""
+    """Features computed in one call, followed by as many silent frames as a window may need."""
     found = windows(sound)
     logs = np.hstack(list(LOG_MEL.log_powers([sound.astype(np.float32)])))
     features = (np.maximum(logs, logs.max() - 8) + 4) / 4
@@ -144,7 +144,7 @@ def whole_features(sound: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("steps", [[0, 2, 700, 700, 3500, 9000], [0, 3000, 6000, 9000], [5000]])
 def test_windows_are_parts_of_the_whole(steps: list[int]) -> None:
-    """Their scale is that of a click near the end, which the first ones do not hold."""
+    """A click near the end sets the scale, also of the first windows, which do not contain it."""
     sound = 0.01 * sine(95, RATE)
     sound[-RATE] = 1.0
     expected, found = whole_features(sound), windows(sound)
@@ -153,7 +153,7 @@ def test_windows_are_parts_of_the_whole(steps: list[int]) -> None:
         window = found.window_at(frame)
         assert window.shape == (80, 3000)
         np.testing.assert_allclose(window, expected[:, frame : frame + 3000], atol=1e-5)
-        assert found._pending.shape[1] < 3 * 3000, "no more is held than it takes"
+        assert found._pending.shape[1] < 3 * 3000, "frames that are no longer needed are freed"
 
 
 def test_a_short_recording_is_followed_by_silence() -> None:
@@ -175,7 +175,7 @@ def test_nothing_to_hear(tmp_path: Path) -> None:
 
 
 def test_a_low_rate_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a file of 1 Hz is 16,000 samples, so few seconds are read at a time."""
+    """One second of a 1 Hz file becomes 16,000 samples, so few seconds are read at a time."""
     soundfile.write(tmp_path / "a.wav", np.full(120, 0.1), 1)
     most, real = [], soxr.ResampleStream.resample_chunk
     monkeypatch.setattr(

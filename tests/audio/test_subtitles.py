@@ -11,7 +11,7 @@ from runtime.audio.transcription import Segment
 
 SEGMENTS = [
     Segment(0.0, 1.5, " Good\n day.", []),
-    Segment(1.5, 2.0, " ", []),  # nothing is said
+    Segment(1.5, 2.0, " ", []),  # no speech
     Segment(3599.9996, 7325.04, " <b> & co", []),
 ]
 

@@ -1,4 +1,4 @@
-"""The rule of the timestamps is Transformers', and so is what a window's tokens are cut into."""
+"""The timestamp rule, and the segments of a window's tokens, are those of Transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 from runtime.audio.timestamps import TimedTokens, TimestampRule, split_window
 
-# A vocabulary in Whisper's order: text, its end, special tokens, the one for no times, times.
+# A vocabulary in Whisper's order: text, its end, special tokens, no-timestamps, timestamps.
 END, NO_TIMES, VOCAB_SIZE = 4, 6, 12
 ZERO = NO_TIMES + 1
-PROMPT = [5, 8, 5]  # one of them looks like a time
+PROMPT = [5, 8, 5]  # one of them is a timestamp token
 
 
 def theirs(scores: np.ndarray, output: tuple[int, ...], latest: int | None) -> np.ndarray:
@@ -36,7 +36,7 @@ def ours(scores: np.ndarray, output: tuple[int, ...], latest: int | None) -> np.
 
 
 def outputs() -> Iterator[tuple[int, ...]]:
-    """All of up to three tokens, and longer ones at random."""
+    """All outputs of up to three tokens, and random longer ones."""
     tokens = [0, 3, *range(ZERO, VOCAB_SIZE)]
     for length in range(4):
         yield from product(tokens, repeat=length)
@@ -51,7 +51,7 @@ def test_the_rule_is_that_of_transformers(latest: int | None) -> None:
     kinds = set()
     for output in outputs():
         scores = (2 * rng.standard_normal(VOCAB_SIZE)).astype(np.float32)
-        scores[rng.random(VOCAB_SIZE) < 0.1] = -np.inf  # what was suppressed before
+        scores[rng.random(VOCAB_SIZE) < 0.1] = -np.inf  # tokens suppressed before
         found = ours(scores, output, latest)
         np.testing.assert_array_equal(found, theirs(scores, output, latest), str(output))
         again = ours(found, output, latest)
@@ -93,7 +93,7 @@ def test_segments_are_those_of_transformers() -> None:
         seek, frames = int(rng.integers(0, 100_000)), int(rng.integers(1, 3001))
         found = split_window(tokens, zero=ZERO, seek=seek, frames=frames, seconds=160 / 16_000)
         expected = their_cut(tokens, ZERO, seek, frames)
-        if not any(token > ZERO for token in tokens):  # the end of the window, by float32
+        if not any(token > ZERO for token in tokens):  # the window's end, rounded to float32
             assert -1e-9 < found[0][0].end - expected[0][0].end < 0.02 + 1e-9
             expected[0][0] = replace(expected[0][0], end=found[0][0].end)
         assert found == (expected[0], expected[1] or frames), tokens
@@ -102,7 +102,7 @@ def test_segments_are_those_of_transformers() -> None:
 
 
 def test_every_window_leads_on() -> None:
-    """Transformers hears the same one again and again."""
+    """Fault: Transformers transcribes the same window again and again."""
     tokens = [ZERO, ZERO, 0]
     assert their_cut(tokens, ZERO, 10, 3000)[1] == 0
     assert split_window(tokens, zero=ZERO, seek=10, frames=3000, seconds=0.01)[1] == 3000

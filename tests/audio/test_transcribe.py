@@ -1,4 +1,4 @@
-"""`engine.transcribe` and --audio over exported engines: the texts and times of Transformers."""
+"""`engine.transcribe` and --audio with exported engines: texts and times of Transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOUND = talk(65)
 
 
 def write(folder: Path, blur: float = 0.0) -> Path:
-    """The random Whisper as a checkpoint, with a character for each token of its texts."""
+    """Write the random Whisper as a checkpoint, with one character for each text token."""
     made = copy.deepcopy(model(SEED))
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ def write(folder: Path, blur: float = 0.0) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft that is right now and then."""
+    """A bundle with a draft that is sometimes right."""
     folder = tmp_path_factory.mktemp("whisper")
     target, draft = write(folder / "target"), write(folder / "draft", blur=0.05)
     return workshop.bundle(target, draft, max_len=None)
@@ -74,7 +74,8 @@ def test_a_talk(bundle: Path, seconds: int, context: bool) -> None:
 
 
 def test_a_checkpoint_with_short_texts(bundle: Path) -> None:
-    """Shorter than its positions allow. One window: Transformers allows each one more."""
+    """Texts shorter than its positions allow. Only one window: Transformers allows more in each
+    following one."""
     engine = one_thread(bundle, 1)
     pair = engine.manifest.pair
     assert pair.audio is not None
@@ -95,7 +96,7 @@ def test_what_is_heard_while_it_is(bundle: Path) -> None:
 
 
 def test_an_encoder_runs_once_a_window(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the model is asked for the language, and whether anybody speaks, before the text."""
+    """Although language and speech are detected before the text is generated."""
     engine = one_thread(bundle, 2)
     runs, real = [], engine.decoder.target._encode
     monkeypatch.setattr(
@@ -106,7 +107,7 @@ def test_an_encoder_runs_once_a_window(bundle: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_temperatures(bundle: Path) -> None:
-    """A seed repeats a text; a threshold that no text reaches asks for all temperatures."""
+    """A seed repeats a text; a threshold that no text reaches leads to all temperatures."""
     engine = one_thread(bundle, 1)
     options: dict[str, Any] = {"temperature": (0.0, 0.9), "logprob_threshold": 0.0}
     first, again, other = (engine.transcribe(SOUND, seed=s, **options) for s in (5, 5, 6))
@@ -117,7 +118,7 @@ def test_temperatures(bundle: Path) -> None:
 
 
 def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
-    """Two of the same sound have texts of their own."""
+    """Two windows with the same sound get different texts."""
     sound = np.tile(talk(30), 2)
     found = one_thread(bundle, 1).transcribe(sound, temperature=1.0, seed=3)
     texts = [part.token_ids for part in found.segments]
@@ -160,7 +161,7 @@ def test_ctrl_c_keeps_what_was_said(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In a round of the second window. The engine goes on as if nothing had been."""
+    """Interrupted in a round of the second window. The engine can be used again afterwards."""
     engine, path = one_thread(bundle, 1), str(tmp_path / "talk.wav")
     soundfile.write(path, SOUND, RATE, subtype="FLOAT")
     whole, real, encode = engine.transcribe(path), engine.round, engine.decoder.target._encode

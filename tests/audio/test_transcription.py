@@ -1,6 +1,6 @@
-"""The loop over windows says what Transformers' `generate` says, token for token, time for time.
+"""The loop over windows returns the tokens and times of Transformers' `generate`.
 
-Its decoder here is Transformers' own, called token by token, so nothing has to be exported.
+Here its decoder is Transformers' model, called token by token, so nothing has to be exported.
 """
 
 from __future__ import annotations
@@ -76,64 +76,64 @@ def windows(sound: np.ndarray) -> Windows:
 
 
 def transcriber(
-    options: SpeechOptions, say: GenerateTokens, look: PromptLogits, english: bool = False
+    options: SpeechOptions, generate: GenerateTokens, logits: PromptLogits, english: bool = False
 ) -> Transcriber:
     return Transcriber(
-        facts(english), FEATURES, options, say, look, lambda tokens: str(list(tokens)), end=END,
-        max_len=MOST,
+        facts(english), FEATURES, options, generate, logits, lambda tokens: str(list(tokens)),
+        end=END, max_len=MOST,
     )  # fmt: skip
 
 
-class Speaker:
-    """`transcription.GenerateTokens` and `PromptLogits` by PyTorch. asked: the prompts."""
+class TorchDecoder:
+    """Implements `GenerateTokens` and `PromptLogits` with PyTorch. prompts: those of `generate`."""
 
     def __init__(self, model: WhisperForConditionalGeneration):
-        self.model, self.asked = model, list[list[int]]()
+        self.model, self.prompts = model, list[list[int]]()
         config = model.generation_config
-        self.never = SuppressTokens(config.suppress_tokens, config.begin_suppress_tokens)
+        self.suppress = SuppressTokens(config.suppress_tokens, config.begin_suppress_tokens)
 
     @torch.no_grad()
-    def look(self, text: list[int], window: MelFrames, encoded: Any = None) -> np.ndarray:
+    def logits(self, text: list[int], window: MelFrames, encoded: Any = None) -> np.ndarray:
         encoded = encoded or self.model.model.encoder(torch.from_numpy(window)[None])
         ids = torch.tensor([text])
         return self.model(decoder_input_ids=ids, encoder_outputs=encoded).logits[0, -1].numpy()
 
     @torch.no_grad()
-    def say(
+    def generate(
         self, prompt: list[int], window: MelFrames, processors: Sequence[Any], temperature: float,
         *, logprobs: bool,
     ) -> list[Token]:  # fmt: skip
-        assert temperature == 0, "what is drawn is no matter of comparison"
-        self.asked.append(prompt)
+        assert temperature == 0, "sampled texts cannot be compared"
+        self.prompts.append(prompt)
         encoded = self.model.model.encoder(torch.from_numpy(window)[None])
         text = list(prompt)
-        said = list[Token]()
-        while len(text) < MOST and (not said or said[-1].id != END):
-            row = self.look(text, window, encoded)
-            for processor in (self.never, *processors):
+        output = list[Token]()
+        while len(text) < MOST and (not output or output[-1].id != END):
+            row = self.logits(text, window, encoded)
+            for processor in (self.suppress, *processors):
                 processor(row, np.array(text), len(prompt))
             text.append(int(row.argmax()))
             logprob = float(log_softmax(row)[text[-1]])
-            said.append(Token(text[-1], "plain", logprob if logprobs else None))
-        return said
+            output.append(Token(text[-1], "plain", logprob if logprobs else None))
+        return output
 
 
-def listened(
+def transcribed(
     sound: np.ndarray, seed: int = 0, english: bool = False, **options: Any
-) -> tuple[Speaker, Transcriber, list[Segment]]:
-    speaker = Speaker(model(seed, english))
-    made = transcriber(SpeechOptions(**options), speaker.say, speaker.look, english)
-    return speaker, made, [part for parts, _ in made.segments(windows(sound)) for part in parts]
+) -> tuple[TorchDecoder, Transcriber, list[Segment]]:
+    decoder = TorchDecoder(model(seed, english))
+    made = transcriber(SpeechOptions(**options), decoder.generate, decoder.logits, english)
+    return decoder, made, [part for parts, _ in made.segments(windows(sound)) for part in parts]
 
 
 @pytest.mark.parametrize("english", [False, True])
 def test_without_times(english: bool) -> None:
-    """The language is detected where there are several."""
+    """The language is detected if the model has several."""
     sound = talk(30)
-    speaker, made, found = listened(sound, 1, english)
+    decoder, made, found = transcribed(sound, 1, english)
     check(found, theirs(sound, 1, english, return_timestamps=False))
     language = [] if english else [LANGUAGES[str(made.language)], TRANSCRIBE]
-    assert speaker.asked[0] == [START, *language, NO_TIMES]
+    assert decoder.prompts[0] == [START, *language, NO_TIMES]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_without_times(english: bool) -> None:
 )
 def test_what_is_asked_for(language: str, code: str) -> None:
     sound = talk(30, seed=4)
-    asked: dict[str, Any] = {"language": language, "task": "translate"}
-    speaker, made, found = listened(sound, 1, timestamps=True, **asked)
-    check(found, theirs(sound, 1, **asked))
+    requested: dict[str, Any] = {"language": language, "task": "translate"}
+    decoder, made, found = transcribed(sound, 1, timestamps=True, **requested)
+    check(found, theirs(sound, 1, **requested))
     begin = [START, LANGUAGES[code], TRANSLATE]
-    assert speaker.asked == [begin] * made.window_count and made.language == code
+    assert decoder.prompts == [begin] * made.window_count and made.language == code
 
 
 def test_a_short_recording_ends_where_it_does() -> None:
-    """Transformers goes on, into the silence that fills up the window."""
+    """Transformers continues into the silence that pads the window."""
     sound = talk(20)
-    *_, found = listened(sound, 4, timestamps=True)
+    *_, found = transcribed(sound, 4, timestamps=True)
     expected = theirs(sound, 4)
     check(found, expected[: len(found)])
     assert len(found) < len(expected)
@@ -159,7 +159,7 @@ def test_a_short_recording_ends_where_it_does() -> None:
 
 
 def test_windows_without_speech(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are left out, those of Transformers."""
+    """The windows that are skipped are those that Transformers skips."""
     sound, silences, real = talk(65), list[float](), Transcriber._no_speech_probability
 
     def silence(self: Transcriber, prompt: list[int], window: MelFrames) -> float:
@@ -168,21 +168,21 @@ def test_windows_without_speech(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Transcriber, "_no_speech_probability", silence)
     common = {"logprob_threshold": 0.0, "condition_on_prev_tokens": True}
-    listened(sound, 1, **common, no_speech_threshold=1.0)
+    transcribed(sound, 1, **common, no_speech_threshold=1.0)
     ordered, middle = sorted(silences), len(silences) // 2
-    least = sum(ordered[middle - 1 : middle + 1]) / 2  # between two, where no rounding decides
+    threshold = sum(ordered[middle - 1 : middle + 1]) / 2  # midway, so that rounding has no effect
     silences.clear()
-    _, made, found = listened(sound, 1, **common, no_speech_threshold=least)
-    assert 0 < sum(value > least for value in silences) < made.window_count == len(silences)
-    check(found, theirs(sound, 1, **common, no_speech_threshold=least, temperature=0.0))
+    _, made, found = transcribed(sound, 1, **common, no_speech_threshold=threshold)
+    assert 0 < sum(value > threshold for value in silences) < made.window_count == len(silences)
+    check(found, theirs(sound, 1, **common, no_speech_threshold=threshold, temperature=0.0))
 
 
 # Temperatures
 
 
 class Script:
-    """A `GenerateTokens` that says these tokens, each with this log-probability, one attempt
-    after the other."""
+    """A `GenerateTokens` that returns the tokens of one attempt after the other, each with the
+    log-probability of its attempt."""
 
     def __init__(self, *attempts: tuple[list[int], float]):
         self.attempts = list(attempts)
@@ -216,7 +216,7 @@ def test_the_next_temperature_is_tried_while_a_threshold_is_missed() -> None:
     assert script.temperatures == [0.0, 0.2, 0.4]
     script = Script(([9], -2.0), (AGAIN, -0.1))
     several = np.array([0.0, 0.2])
-    assert attempts(script, temperature=several, **thresholds) == [AGAIN], "the last one stays"
+    assert attempts(script, temperature=several, **thresholds) == [AGAIN], "the last one is used"
     assert len(SpeechOptions(temperature=np.array(0.2)).temperatures) == 1
 
 

@@ -1,7 +1,7 @@
 """Bundles of AOTInductor on the CPU: exact, and refused where they do not fit.
 
-test_transformers.py has their texts at temperature 0, with the same bundle; test_host_engines.py
-what they share with ONNX Runtime; tests/engines/test_aotinductor.py how they are built.
+test_transformers.py tests generations at temperature 0 with the same bundle, test_host_engines.py
+what AOTInductor has in common with ONNX Runtime, and tests/engines/test_aotinductor.py the builds.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, r
 
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop) -> Path:
-    """Shared: not to be damaged."""
+    """Shared: tests must not modify it."""
     return workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor")
 
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    """What it was built from."""
+    """The graphs that the bundle was built from."""
     return workshop.graphs(*workshop.pair("aotinductor"), form="torch")
 
 
-# What crosses from export/ to engines/
+# The interface between export/ and engines/
 
 
 def test_the_program_has_no_weights_and_no_traces_of_its_maker(
@@ -116,22 +116,22 @@ def test_threads_are_those_asked_for_and_given_back(bundle: Path) -> None:
 
 
 def test_who_closes_an_engine_gives_its_weights_back(bundle: Path) -> None:
-    """Fault: the loader keeps a reference to each tensor that it was given, for ever."""
+    """Fault: the loader keeps a reference to each tensor that it was given, forever."""
 
     def mapped() -> int:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum(line.endswith(WEIGHTS_FILE) for line in lines)
 
-    gc.collect()  # the engines of the tests before
+    gc.collect()  # engines of earlier tests
     before = mapped()
     with load(bundle) as engine:
         engine.generate([5, 6, 7], max_new_tokens=4)
-        assert mapped() > before, "the control"
+        assert mapped() > before, "control"
     gc.collect()
     assert mapped() == before
 
 
-# Refused when it is opened
+# Bundles that are refused when they are opened
 
 
 def for_another(role: str) -> Callable[[Path], None]:
@@ -171,9 +171,9 @@ def test_without_torch(bundle: Path) -> None:
         "from runtime import generate\n"
         f"sys.exit(generate.main(['--engines', {str(bundle)!r}, '--prompt', 'x']))"
     )
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True
     )
-    assert ran.returncode == EXIT_STATUS["backend"]
-    assert "PyTorch is not installed" in error_line(ran.stderr, "backend")
-    assert f"pip install torch=={torch.__version__.partition('+')[0]}," in ran.stderr
+    assert process.returncode == EXIT_STATUS["backend"]
+    assert "PyTorch is not installed" in error_line(process.stderr, "backend")
+    assert f"pip install torch=={torch.__version__.partition('+')[0]}," in process.stderr

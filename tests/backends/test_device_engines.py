@@ -1,9 +1,9 @@
 """ONNX Runtime and AOTInductor on a GPU's addresses, without a GPU.
 
 The device memory of `cuda_standin.FakeDriver` is host memory, so a bundle for the CPU runs in the
-engines for GPUs: on the stream's turn, over raw addresses, captured and replayed. Real here are the
-session and its bindings, the package and its arguments, the logits, and what is refused. What the
-CUDA provider and torch.cuda do is not tested.
+engines for GPUs: in stream order, over raw addresses, captured and replayed. The session and its
+bindings, the package and its arguments, the logits, and the refusals are real. The CUDA provider
+and torch.cuda are not tested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SLOTS, GAMMA = 2, 4
 
 
 class OrtOnHost(OrtCudaEngine):
-    """The engine with the provider that there is; a run stands on the stream like other work."""
+    """The engine with the CPU provider; a run is enqueued on the stream like other work."""
 
     _provider, _device_type = "CPUExecutionProvider", "cpu"
 
@@ -54,7 +54,7 @@ class OrtOnHost(OrtCudaEngine):
 
 
 class HostTorch(TorchGpu):
-    """torch.cuda, where the device is the host and its stream that of a `FakeDriver`."""
+    """torch.cuda with the host as its device, and the stream of a `FakeDriver`."""
 
     def __init__(self, cuda: Any, stream: int):
         self.driver, self.stream = cuda._driver, stream
@@ -75,7 +75,7 @@ class HostTorch(TorchGpu):
 
 
 class AotiOnHost(AotiCudaEngine):
-    """The package that was compiled for the CPU."""
+    """The engine for GPUs with a package that was compiled for the CPU."""
 
     _gpu_class = HostTorch
 
@@ -84,7 +84,7 @@ ENGINES: dict[str, type[DeviceEngine]] = {"onnxruntime": OrtOnHost, "aotinductor
 
 
 class OnDevice:
-    """The models of a bundle on a device that is none, and on the host."""
+    """The models of a bundle on the fake device, and on the host."""
 
     def __init__(self, bundle: Path, driver: FakeDriver):
         self.bundle, self.driver, self.pair = bundle, driver, read_bundle(bundle).pair
@@ -119,7 +119,7 @@ class OnDevice:
 
 @pytest.fixture(scope="module")
 def compiled(workshop: Workshop) -> Path:
-    """Shared: not to be damaged."""
+    """Shared: tests must not modify it."""
     return workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor")
 
 
@@ -143,8 +143,7 @@ def on_device(request: pytest.FixtureRequest) -> OnDevice:
 
 
 def walk(engine: Any) -> list[np.ndarray]:
-    """Prompts of two slots, the second in two pieces, then verifications and steps of both, with
-    rows rolled back."""
+    """Prefill two slots, the second in two pieces, then verify and step both, rolling rows back."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, engine.vocab_size, (SLOTS, engine.capacity))
     lengths, found = np.array([23, 40]), []
@@ -160,7 +159,7 @@ def walk(engine: Any) -> list[np.ndarray]:
 
 
 def same_logits(on_device: OnDevice, engine: Any) -> bool:
-    """But for rounding: the host's attention adds in another order."""
+    """Equal except for rounding: the host's attention adds in another order."""
     pairs = zip(walk(engine), walk(on_device.on_host()), strict=True)
     return all(np.allclose(mine, theirs, atol=5e-5, rtol=0) for mine, theirs in pairs)
 
@@ -168,7 +167,7 @@ def same_logits(on_device: OnDevice, engine: Any) -> bool:
 def test_the_logits_of_the_host(on_device: OnDevice) -> None:
     engine = on_device.engine()
     assert same_logits(on_device, engine)
-    assert engine._prepared == {}, "the calls of no graph are not kept"
+    assert engine._prepared == {}, "only calls of CUDA graphs are kept"
 
 
 def test_control_a_cache_at_the_wrong_place_shows(on_device: OnDevice) -> None:
@@ -189,7 +188,7 @@ REQUESTS = [
 
 
 def all_texts(decoder: Decoder) -> list[list[int]]:
-    """Of the requests, two at a time."""
+    """Token ids of the requests, at most two at a time."""
     pairs = (REQUESTS[:2], REQUESTS[2:], REQUESTS[1::-1])
     return [text for pair in pairs for text in texts(decoder, *pair)]
 
@@ -198,11 +197,11 @@ def test_the_texts_of_the_host(ort: OnDevice, caplog: pytest.LogCaptureFixture) 
     decoder = ort.decoder()
     with caplog.at_level(logging.WARNING):
         assert all_texts(decoder) == ort.texts_on_host()
-    said = "without a CUDA graph, slower: ONNX Runtime does not support capturing its runs"
-    assert said in caplog.text
-    assert not ort.driver.log.count("capture"), "it might end the process"
+    note = "without a CUDA graph, slower: ONNX Runtime does not support capturing its runs"
+    assert note in caplog.text
+    assert not ort.driver.log.count("capture"), "capturing might crash the process"
     target: Any = decoder.target
-    kept = dict(target._prepared)  # of rounds alone
+    kept = dict(target._prepared)  # only calls of rounds
     assert {(call.batch, call.tokens) for call in kept} == {(b, n) for b in (1, 2) for n in (1, 5)}
     all_texts(decoder)
     assert target._prepared == kept
@@ -240,7 +239,7 @@ def test_a_call_that_cannot_be_captured_still_runs(
 
 
 class Loader:
-    """Of a package, with what it is asked to run."""
+    """Wraps the loader of a package and records its runs."""
 
     def __init__(self, engine: AotiCudaEngine):
         self._loader, engine._loader = engine._loader, self
@@ -269,21 +268,21 @@ def test_calls_are_prepared_once_and_recorded(aoti: OnDevice) -> None:
     assert loader.capturing == 0, "a capture records, and runs nothing"
     assert draft._prepared.keys() == prepared.keys()
     assert all(draft._prepared[call] is prepared[call] for call in prepared)
-    assert {call.tokens for call in prepared} == {1, 2}, "none of a prefill"
-    # Otherwise the package copies by itself, and says so on stderr at each call.
+    assert {call.tokens for call in prepared} == {1, 2}, "no call of a prefill"
+    # The package copies misaligned inputs, and prints a warning to stderr at each call.
     assert {address % ALIGNMENT for address in loader.addresses} == {0}
-    assert {call.logits_index % ALIGNMENT for call in calls} == {0, 8}, "the control"
+    assert {call.logits_index % ALIGNMENT for call in calls} == {0, 8}, "control"
 
 
 def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
     one, other = torch.ones(2, 3), torch.zeros(2, 3)
     _write_tensors({"head": one, "embedding": one, "other": other}, tmp_path / WEIGHTS_FILE)
-    # The meta device takes a GPU's place: it is the other one that torch has everywhere.
+    # The meta device stands in for a GPU: torch has it on every machine.
     loaded, read = load_weights(tmp_path / WEIGHTS_FILE, ["head", "embedding", "other"], {}, "meta")
     assert read == loaded
     assert {weight.device.type for weight in loaded.values()} == {"meta"}
     assert loaded["head"] is loaded["embedding"]
-    assert loaded["head"] is not loaded["other"], "the control"
+    assert loaded["head"] is not loaded["other"], "control"
 
 
 def test_weights_that_the_code_reads_as_one_are_views_of_it(tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ def test_weights_that_the_code_reads_as_one_are_views_of_it(tmp_path: Path) -> N
 
 
 def test_half_precision_and_its_memory(driver: FakeDriver) -> None:
-    """The bytes of a bfloat16 cache, which no array interface has a name for."""
+    """Views of a bfloat16 cache, a type without a name in the array interface."""
     address = driver.cuMemAlloc(64)[1]
     driver.cuMemsetD8(address, 0, 64)
     driver.cuStreamSynchronize(0)
@@ -347,7 +346,7 @@ def test_slots_that_would_be_copied(aoti: OnDevice) -> None:
 
 
 def test_a_kernel_that_is_missing(ort: OnDevice) -> None:
-    """A provider that takes no node at all, so that the CPU gets what is not for it."""
+    """A provider that takes no node at all, so the CPU gets nodes that it must not run."""
     import onnxruntime
 
     if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
@@ -355,7 +354,7 @@ def test_a_kernel_that_is_missing(ort: OnDevice) -> None:
     ort.cls = type("Nothing", (OrtCudaEngine,), {"_provider": "AzureExecutionProvider"})
     cause = r"no CUDA kernel for Attention, .*TensorScatter"
     error = refused(ort.engine, cause, ort_cuda.UPGRADE_REMEDY)
-    assert "Concat" not in error.cause, "of shapes, which the CPU makes by choice"
+    assert "Concat" not in error.cause, "nodes of shapes, which are placed on the CPU on purpose"
 
 
 def test_a_version_that_does_not_tell(ort: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,12 +384,12 @@ def test_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own device and stream are those of `Cuda`, before anything is allocated."""
-    asked: list[object] = []
+    """torch uses the device and stream of `Cuda` before anything is allocated."""
+    calls: list[object] = []
 
     def log(name: str, answer: object = None) -> Callable[..., object]:
         def called(*arguments: object) -> object:
-            asked.append((name, *arguments))
+            calls.append((name, *arguments))
             return answer
 
         return called
@@ -405,7 +404,7 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with gpu.capturing(), gpu.capturing():  # the target's and the draft's
             pass
-    assert asked == [
+    assert calls == [
         ("make_current",), ("init",), ("ExternalStream", 7, "cuda:1"), ("MemPool",),
         ("stream", "externalstream"), ("work",), *[("use_mem_pool", "mempool")] * 2,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The engines of the CPU: their slots grow with the text, and nobody sees it but the clock."""
+"""The engines for the CPU: slots grow with the text, which changes the time and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("bundle", ["onnxruntime", "aotinductor"], indirec
 def bundle(
     workshop: Workshop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Of 144 rows a slot, which begins with 16."""
+    """A bundle with 144 rows per slot, which starts with 16."""
     monkeypatch.setattr(host, "FIRST_ROWS", 16)
     backend = getattr(request, "param", "onnxruntime")
     return workshop.bundle(*workshop.pair(backend), backend=backend)
@@ -46,7 +46,7 @@ def open_target(bundle: Path, slots: int = 1, buffers: int = 1) -> Any:
 
 
 def walk(engine: Any) -> Iterator[np.ndarray]:
-    """Prefill, steps and verifications of texts of different lengths."""
+    """Prefills and verifications of texts of different lengths."""
     slots, end = engine.slots, engine.capacity
     ids = np.random.default_rng(0).integers(0, engine.vocab_size, (slots, end))
     lengths = np.array([12, 15, 8][:slots])
@@ -55,7 +55,7 @@ def walk(engine: Any) -> Iterator[np.ndarray]:
     while lengths.max() + 5 < end:
         block = np.stack([ids[s, n : n + 5] for s, n in enumerate(lengths)])
         yield engine.forward(block, lengths, np.arange(5))
-        lengths = lengths + np.array([5, 3, 4][:slots])  # some of it rolled back
+        lengths = lengths + np.array([5, 3, 4][:slots])  # some rows are rolled back
 
 
 def same(engine: Any, other: Any) -> bool:
@@ -66,7 +66,7 @@ def same(engine: Any, other: Any) -> bool:
 @both
 @pytest.mark.parametrize("slots", [1, 3])
 def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
-    """The control: one that forgets its rows."""
+    """Control: an engine that loses its rows when it grows."""
     growing, forgetful = open_target(bundle, slots), open_target(bundle, slots)
     rows, real = [], growing._reserve
     monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.row_count)))
@@ -102,7 +102,7 @@ def test_one_slot_starts_small_again(bundle: Path) -> None:
 def test_an_interrupt_while_the_rows_are_replaced(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, start: int
 ) -> None:
-    """Prepared calls once kept the addresses of arrays that were gone, and the account its rows."""
+    """Fault: prepared calls and the record of cached rows referred to arrays that were gone."""
     engine, whole = open_target(bundle), open_target(bundle)
     ids = np.arange(100)[None] % engine.vocab_size
     length = 15 if start else 100
@@ -137,8 +137,8 @@ def test_a_row_beyond_the_capacity_is_refused(bundle: Path) -> None:
 @both
 @pytest.mark.parametrize("cleared", [True, False])
 def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
-    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next.
-    PyTorch's attention is the control: our own does not read them."""
+    """NaN in masked rows beyond a text still spreads, so a failed request could break the next one.
+    Control: PyTorch's attention; Outrider's own does not read these rows."""
     engine = open_target(bundle, 2)
     ids, index = np.full((1, 2), 5, np.int64), np.array([1])
     expected = engine.forward(ids, np.array([0]), index, first_slot=1).copy()
@@ -152,7 +152,7 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
 
 
 def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: of many slots there are thousands, and each took memory until the engine closed."""
+    """Fault: with many slots there are thousands of shapes, each of which kept its memory."""
     monkeypatch.setattr(host, "MAX_PREPARED_CALLS", 4)
     engine, ids = open_target(bundle, 3), np.arange(5)[None]
     first, again = (
@@ -169,7 +169,7 @@ def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.Monkey
 
 @both
 def test_buffers_are_views_that_stay(bundle: Path) -> None:
-    """Logits of consecutive calls lie evenly spaced, and one call leaves the others' alone."""
+    """Logits of consecutive calls are evenly spaced, and a call does not change the others'."""
     engine = open_target(bundle, 2, buffers=4)
     ids, start = np.arange(6).reshape(2, 3), np.zeros(2, np.int64)
     views = [engine.forward(ids + i, start, [2], buffer=i) for i in range(3)]
@@ -182,10 +182,10 @@ def test_buffers_are_views_that_stay(bundle: Path) -> None:
 
 @both
 def test_the_cache_is_updated_in_place(bundle: Path) -> None:
-    """See protected_cache.py: a step writes its own row of the cache and no other page. The
-    control: at last even its own row is protected."""
+    """See protected_cache.py: a step writes its own row of the cache and no other page. Control: in
+    the end its own row is protected too."""
     script = [sys.executable, CHECKOUT / "tests" / "standins" / "protected_cache.py", bundle]
-    done = subprocess.run(script, env=environment(), capture_output=True, text=True)
-    assert done.returncode == -signal.SIGSEGV and done.stdout, done.stderr
-    said = json.loads(done.stdout)
-    assert said["growth"] < said["steps"] * said["cache"] / 10, "no copy of it is kept"
+    process = subprocess.run(script, env=environment(), capture_output=True, text=True)
+    assert process.returncode == -signal.SIGSEGV and process.stdout, process.stderr
+    report = json.loads(process.stdout)
+    assert report["growth"] < report["steps"] * report["cache"] / 10, "no copy of the cache is kept"

@@ -1,7 +1,7 @@
-"""The engine over TensorRT's interface: contexts, profiles, addresses, and what is refused.
+"""The engine over TensorRT's interface: contexts, profiles, addresses, and refusals.
 
-The library itself runs on a GPU alone. Here the names that are used are held against TensorRT-RTX,
-where it is installed, and the order of calls against a stand-in that checks it.
+The library runs only on a GPU. Here the names that are used are compared with TensorRT-RTX, if it
+is installed, and the order of calls is checked by a stand-in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROFILES = [
 
 
 class Bench:
-    """A driver, a library and a device, and engines made of them."""
+    """A fake driver, library and device, and engines built on them."""
 
     def __init__(self, folder: Path, library: type[FakeTensorRt] = FakeTensorRtx):
         self.folder = folder
@@ -110,7 +110,7 @@ def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
     target, draft = decoder.target, decoder.draft
     assert isinstance(target, TensorRtEngine) and isinstance(draft, TensorRtEngine)
     made = len(target._engine.contexts), len(draft._engine.contexts)
-    # The prompt's, one for each step of a round with drafts, one for a round without.
+    # One for the prompt, one per step of a round with drafts, one for a round without.
     assert made == (1 + 1 + 1, 1 + 3)
     text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=9))
     assert made == (len(target._engine.contexts), len(draft._engine.contexts))
@@ -124,7 +124,7 @@ def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
 
 
 def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the stand-in would find out."""
+    """Control: the stand-in detects it."""
 
     def shared(self: TensorRtEngine, call: DeviceCall, graph: object = None) -> None:
         context = self._contexts[0] = self._bind(self._contexts.get(0), call, for_graph=True)
@@ -133,7 +133,7 @@ def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setattr(TensorRtEngine, "enqueue", shared)
     with pytest.raises((AssertionError, OutriderError)):
         text(bench.decoder(), REQUESTS[0])
-    bench.driver.drop()  # or the collector comes upon it in another test
+    bench.driver.drop()  # otherwise another test would collect it
 
 
 def test_a_stream_that_cannot_be_captured(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +188,7 @@ def test_more_slots_than_it_was_built_for(bench: Bench) -> None:
 
 
 def test_slots_at_odd_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that begins inside of 256 bytes; and the control, that the stand-in would notice."""
+    """A slot that is not aligned to 256 bytes. Control: the stand-in notices it."""
     monkeypatch.setattr("test_trt_engine.CAPACITY", 73)
     refused(bench, "slots of 73 rows of 1 x 1 float32 in key_0 are not a multiple of 256 bytes")
     monkeypatch.setattr(TensorRtEngine, "alignment", 1)
@@ -228,7 +228,7 @@ def test_a_library_that_is_not_installed() -> None:
 
 @needs_library
 def test_the_stand_in_has_only_what_the_library_has() -> None:
-    """Every public name of the fake's classes is one of the real classes."""
+    """Every public name of the fake classes exists in the real ones."""
     trt = load_library("tensorrt_rtx")
     numbers = {
         tensorrt_standin.Strategy: trt.ExecutionContextAllocationStrategy,
@@ -246,7 +246,7 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
         FakeTensorRt: trt,
         FakeTensorRtx: trt,
     }
-    own = {"say", "run", "strategy", "cache"}  # the stand-in's
+    own = {"say", "run", "strategy", "cache"}  # names of the stand-in alone
     for fake, actual in (numbers | classes).items():
         names = {name for name in vars(fake) if not name.startswith("_")} - own
         missing = {name for name in names if not hasattr(actual, name)}

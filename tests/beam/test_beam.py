@@ -1,4 +1,4 @@
-"""Beam search: plain against enumeration and Transformers, speculative against plain."""
+"""Beam search: plain compared with enumeration and Transformers, speculative with plain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_LEN = 48
 
 
 class Copying(CopyingFake):
-    """Attends to all rows, so one that is stale or was copied wrongly gives other logits."""
+    """Attends to all rows, so a stale or wrongly copied row changes the logits."""
 
     def __init__(self, model: Model, vocab_size: int = V, **options: Any):
         options = {"slots": 16, "capacity": MAX_LEN, "order": None, **options}
@@ -43,11 +43,11 @@ class Copying(CopyingFake):
 
 class Forgetful(Copying):
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
-        """The control."""
+        """Copy nothing (control)."""
 
 
 def search(target: Engine | Model, draft: Engine | Model | None = None, **options: Any) -> Any:
-    """`beam_search` over fakes with these models."""
+    """Run `beam_search` on fake engines with these models."""
     options = {
         "width": 3, "gamma": 0 if draft is None else 3, "max_new_tokens": 9, "max_len": MAX_LEN,
         "eos_token_ids": {EOS}, "prompt": PROMPT, **options,
@@ -58,12 +58,12 @@ def search(target: Engine | Model, draft: Engine | Model | None = None, **option
     return beam_search(engines[0], engines[1], options.pop("prompt"), **options)
 
 
-def said(result: BeamResult) -> list[tuple[tuple[int, ...], float, bool]]:
+def as_tuples(result: BeamResult) -> list[tuple[tuple[int, ...], float, bool]]:
     return [(one.tokens, one.score, one.finished) for one in result.hypotheses]
 
 
 def logprob(model: Model, tokens: Sequence[int], vocab_size: int = V) -> float:
-    """Of a continuation of the prompt, by definition."""
+    """Log-probability of a continuation of the prompt, by definition."""
     total, text = 0.0, list(PROMPT)
     for token in tokens:
         row = model(tuple(text))[:vocab_size].tolist()
@@ -75,7 +75,7 @@ def logprob(model: Model, tokens: Sequence[int], vocab_size: int = V) -> float:
 def enumerated(
     model: Model, width: int, steps: int, ends: Sequence[int], vocab_size: int = V
 ) -> list[tuple[int, ...]]:
-    """Plain beam search by definition: texts, and at each step all of their continuations."""
+    """Plain beam search by definition: each step considers all continuations of all texts."""
     beam: list[tuple[int, ...]] = [()]
     for _ in range(steps):
         candidates = []
@@ -157,7 +157,7 @@ def test_it_ends_when_all_are_finished() -> None:
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_speculative_is_plain(gamma: int, width: int) -> None:
-    """Drafts that are right never, now and then and mostly, on few slots and on many."""
+    """With drafts that are never, sometimes and mostly right, on few slots and on many."""
     outcomes = set()
     for seed, amount in enumerate((0.2, 0.7, 9.0) * 3):
         model = random_model(seed, V, scale=1.5)
@@ -169,7 +169,7 @@ def test_speculative_is_plain(gamma: int, width: int) -> None:
                 Copying(draft, slots=slots, chunk=chunk),
                 width=width, draft_width=width + more, gamma=gamma,
             )  # fmt: skip
-            assert said(result) == said(plain)
+            assert as_tuples(result) == as_tuples(plain)
             stats = result.stats
             assert stats.steps == plain.stats.steps == stats.rounds + stats.accepted
             assert 0 <= stats.accepted <= stats.drafted
@@ -193,16 +193,16 @@ def test_a_draft_that_is_the_target_is_always_right() -> None:
 
 def test_control_rows_that_are_not_copied_show() -> None:
     model = random_model(0, V)
-    with pytest.raises(AssertionError, match="rows"):  # of the fake: a row that was never written
+    with pytest.raises(AssertionError, match="rows"):  # raised by the fake: a row was never written
         search(Forgetful(model), eos_token_ids=())
     stale = Forgetful(model)
     stale.cache[:] = 1
-    assert said(search(stale, eos_token_ids=())) != said(search(model, eos_token_ids=()))
+    assert as_tuples(search(stale, eos_token_ids=())) != as_tuples(search(model, eos_token_ids=()))
 
 
 @pytest.mark.parametrize("draft_size", [3, V, 8])
 def test_vocabularies_of_other_sizes(draft_size: int) -> None:
-    """The target's last column is padding. A narrower draft reads what it lacks as 0."""
+    """The target's last column is padding. A narrower draft reads a token that it lacks as 0."""
     for seed in range(6):
         model = random_model(seed, V + 1, scale=1.0)
         draft = random_model(seed, draft_size)  # fakes assert that its ids exist
@@ -210,11 +210,11 @@ def test_vocabularies_of_other_sizes(draft_size: int) -> None:
         plain = search(Copying(model, V + 1), **options)
         assert [one.tokens for one in plain.hypotheses] == enumerated(model, 3, 9, [EOS])
         result = search(Copying(model, V + 1), Copying(draft, draft_size), **options)
-        assert said(result) == said(plain)
+        assert as_tuples(result) == as_tuples(plain)
 
 
 def test_padding_is_not_drafted() -> None:
-    """A draft that wants tokens beyond the vocabulary is as good as its others."""
+    """A draft that prefers tokens beyond the vocabulary drafts its best valid tokens."""
     model = random_model(0, V)
 
     def padded(context: tuple[int, ...]) -> np.ndarray:
@@ -225,7 +225,7 @@ def test_padding_is_not_drafted() -> None:
 
 
 def test_contexts_end() -> None:
-    """Capacities are exact, so a row too many is the fake's error."""
+    """Capacities are exact, so the fake raises an error for any row too many."""
     model = random_model(5, V)
     for max_len, draft_max_len in product((4, 5, 9, 12), (2, 3, 4, 6, 12)):
         options = {"max_len": max_len, "max_new_tokens": 30, "eos_token_ids": ()}
@@ -235,7 +235,7 @@ def test_contexts_end() -> None:
         result = search(
             Copying(model, capacity=max_len), draft, draft_max_len=draft_max_len, **options
         )
-        assert said(result) == said(plain)
+        assert as_tuples(result) == as_tuples(plain)
         assert (result.stats.drafted > 0) == (max_len > 4 and draft_max_len > 3)
 
 
@@ -250,11 +250,13 @@ def test_a_prompt_is_prefilled_once_and_in_pieces() -> None:
         assert stats.rows == sum(call.batch * call.width for call in engine.calls)
         assert sum(call.batch for call in engine.calls if call.width > 5) == 3
         assert stats.copied >= 40
-    assert said(result) == said(search(model, prompt=prompt, max_len=64, max_new_tokens=8))
+    assert as_tuples(result) == as_tuples(
+        search(model, prompt=prompt, max_len=64, max_new_tokens=8)
+    )
 
 
 def test_a_pool_gives_the_logits_of_any_trees_on_any_number_of_slots() -> None:
-    """Trees that follow one another and share now this, now that; rows are never another's."""
+    """Successive trees share varying parts, and no row of another branch is ever used."""
     rng = np.random.default_rng(0)
     model = random_model(0, V)
     for slots, chunk in ((1, 2), (2, 16), (3, 4), (5, 3), (8, 16)):
@@ -283,7 +285,7 @@ def test_a_pool_gives_the_logits_of_any_trees_on_any_number_of_slots() -> None:
             ("gamma", "auto"), ("gamma", -1),  # "auto" was a TypeError
             ("length_penalty", math.nan), ("length_penalty", 11), ("length_penalty", "1"),
         )),
-        # As those of a GPU:
+        # Engines that cannot copy rows, like those of a GPU:
         ({"target": FakeEngine(random_model(0, V), vocab_size=V)}, "option: .* CPU"),
         ({"draft": FakeEngine(random_model(0, V), vocab_size=V)}, "option: .* CPU"),
     ],
@@ -311,7 +313,7 @@ def test_broken_logits_are_an_error_that_names_model_and_position(
 
 
 def test_slots_with_broken_rows_are_emptied() -> None:
-    """Their account outlived the search, and the next request took the NaN rows for its own."""
+    """Fault: their row counts outlived the search, and the next request reused the NaN rows."""
     engine = Copying(lambda context: np.full(V, np.nan if len(context) == 6 else 0, np.float32))
     with pytest.raises(OutriderError, match="target, position 6"):
         search(engine, eos_token_ids=())
@@ -350,7 +352,7 @@ def bundle(workshop: Workshop) -> Bundle:
 def test_beam_search_is_that_of_transformers(
     bundle: Bundle, width: int, length_penalty: float
 ) -> None:
-    """All hypotheses and their scores: plain, with a draft that is right now and then, and with the
+    """All hypotheses and their scores: plain, with a draft that is sometimes right, and with the
     target as its own draft on too few slots."""
     target, draft = bundle.engine("target", 16), bundle.engine("draft", 16)
     few, itself = bundle.engine("target", 3), bundle.engine("target", 2)

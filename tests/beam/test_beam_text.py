@@ -1,4 +1,4 @@
-"""Beam search from the command line and from text to text."""
+"""Beam search on the command line and from text to text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Real engines say the same tokens and log-probabilities, to the bit, whatever they were asked in:
-every gamma and kind of draft, alone and in company, one thread and two, prompts in any chunks.
+"""Real engines return bitwise the same tokens and log-probabilities in every mode: each gamma and
+draft source, alone and in a batch, with one thread and two, prompts in any chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.sampling import kernel
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
-pytestmark = pytest.mark.slow  # every part of it: test_rounds.py, test_invariance.py
+pytestmark = pytest.mark.slow  # fast tests of the parts: test_rounds.py, test_invariance.py
 
 OWN = os.environ.get("BUNDLE")
 PROMPTS = [
@@ -44,36 +44,36 @@ TINY = [
     "cohere", "qwen3.5", "lfm2", "granite4",
 ]  # fmt: skip
 
-Said = list[tuple[list[int], list[float | None]]]
+Outputs = list[tuple[list[int], list[float | None]]]
 
 
-def ways(engine: TextEngine) -> Iterator[dict[str, Any]]:
-    """Other than plain decoding: every gamma, kind of draft, and those that go by the clock."""
+def all_modes(engine: TextEngine) -> Iterator[dict[str, Any]]:
+    """All modes but plain decoding: each gamma, each draft source, and those that measure time."""
     kinds = sorted(engine.decoder.rounds.kinds)
     yield from ({"gamma": gamma} for gamma in range(1, MAX_GAMMA + 1))
     yield from ({"draft": kind} for kind in kinds)
     yield from ({"gamma": "auto"}, {"fallback": "auto"}, {"draft_threshold": 0.4, "gamma": 8})
 
 
-def said(engine: TextEngine, options: Options, **way: Any) -> Said:
-    results = [engine.generate(prompt, replace(options, **way)) for prompt in PROMPTS]
+def outputs(engine: TextEngine, options: Options, **mode: Any) -> Outputs:
+    results = [engine.generate(prompt, replace(options, **mode)) for prompt in PROMPTS]
     return [(result.token_ids, result.logprobs) for result in results]
 
 
-def in_company(engine: TextEngine, options: Options, every: Iterable[dict[str, Any]]) -> None:
-    """Requests of all ways join and leave: each says what it says alone and plainly."""
-    alone = said(engine, options, gamma=0)
-    asked = [
-        (prompt, replace(options, **way, max_new_tokens=options.max_new_tokens - number))
-        for way in every
+def check_batched(engine: TextEngine, options: Options, modes: Iterable[dict[str, Any]]) -> None:
+    """Requests of all modes join and leave: each has its output of plain decoding alone."""
+    alone = outputs(engine, options, gamma=0)
+    requests = [
+        (prompt, replace(options, **mode, max_new_tokens=options.max_new_tokens - number))
+        for mode in modes
         for number, prompt in enumerate(PROMPTS)
     ]
-    for index, result in engine.batch(asked):
+    for index, result in engine.batch(requests):
         tokens, logprobs = alone[index % len(PROMPTS)]
         count = len(result.token_ids)
-        assert (result.token_ids, result.logprobs) == (tokens[:count], logprobs[:count]), asked[
-            index
-        ]
+        assert (result.token_ids, result.logprobs) == (
+            tokens[:count], logprobs[:count]
+        ), requests[index]  # fmt: skip
 
 
 @contextmanager
@@ -83,11 +83,11 @@ def chunks(size: int) -> Iterator[None]:
         yield
 
 
-def holds(
+def check_all_modes(
     bundle: Path,
     all_options: Iterable[Options],
     *,
-    every: Callable[[TextEngine], Iterable[dict[str, Any]]] = ways,
+    modes: Callable[[TextEngine], Iterable[dict[str, Any]]] = all_modes,
     slots: int = 3,
     **sources: Any,
 ) -> None:
@@ -95,13 +95,13 @@ def holds(
         expected = None
         for threads, chunk in ((1, 256), (2, 16)):
             with chunks(chunk), load(bundle, threads=threads, verify=False, **sources) as engine:
-                plain = said(engine, options, gamma=0)
+                plain = outputs(engine, options, gamma=0)
                 assert expected in (None, plain), (threads, chunk)
                 expected = plain
-                for way in every(engine) if threads == 1 else ({"gamma": 3},):
-                    assert said(engine, options, **way) == plain, way
+                for mode in modes(engine) if threads == 1 else ({"gamma": 3},):
+                    assert outputs(engine, options, **mode) == plain, mode
         with load(bundle, slots=slots, threads=1, verify=False, **sources) as engine:
-            in_company(engine, options, [{"gamma": 0}, *every(engine)])
+            check_batched(engine, options, [{"gamma": 0}, *modes(engine)])
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -110,12 +110,12 @@ def test_tiny_architectures(workshop: Workshop, name: str) -> None:
     bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True)
     with load(bundle, verify=False) as engine:
         assert engine.bits.independent_of_gamma, engine.bits.line()
-    holds(bundle, [replace(one, max_new_tokens=24) for one in (GREEDY, *COUPLED)])
+    check_all_modes(bundle, [replace(one, max_new_tokens=24) for one in (GREEDY, *COUPLED)])
 
 
 @pytest.mark.skipif(OWN is None, reason="BUNDLE names no bundle with a draft model")
 def test_a_bundle_of_your_own() -> None:
-    """Fewer ways and shorter texts, for models as large as one likes."""
+    """Fewer modes and shorter texts, for models of any size."""
     assert OWN is not None
     bundle = Path(OWN)
     with load(bundle) as engine:
@@ -123,11 +123,11 @@ def test_a_bundle_of_your_own() -> None:
     few = [{"gamma": 1}, {"gamma": 4}, {"gamma": 8}, {"draft": "ngram"}, {"gamma": "auto"}]
     coupled = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3, verify="coupled")
     all_options = [replace(one, max_new_tokens=48) for one in (GREEDY, coupled)]
-    holds(bundle, all_options, every=lambda _: few, slots=4)
+    check_all_modes(bundle, all_options, modes=lambda _: few, slots=4)
 
 
 class TestBundledPair:
-    """Trained, so its texts are text. With the weights that it has, and with fewer bits."""
+    """Trained models, which generate real text, with full and with quantised weights."""
 
     @pytest.fixture(scope="class", params=[None, "int8", "int4"])
     def sources(
@@ -155,19 +155,20 @@ class TestBundledPair:
         files = {name: sources[name] for name in ("table", "corpus")}
         with load(sources["bundle"], **files) as engine:
             assert engine.decoder.rounds.kinds == frozenset(KINDS)
-        holds(all_options=[replace(o, max_new_tokens=64) for o in (GREEDY, *COUPLED)], **sources)
+        all_options = [replace(one, max_new_tokens=64) for one in (GREEDY, *COUPLED)]
+        check_all_modes(all_options=all_options, **sources)
 
     def test_ten_thousand_tokens(
         self, sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Plainly and by speculation; where calls of one token round otherwise, one differs."""
+        """Plain and speculative outputs agree. Control: calls of one token round differently."""
         starts = [PROMPTS[0] + f"    # {number}\n" for number in range(10)]
         options = replace(GREEDY, max_new_tokens=1024)
 
-        def texts(engine: TextEngine, gamma: int, count: int = 10) -> Said:
+        def texts(engine: TextEngine, gamma: int, count: int = 10) -> Outputs:
             given = vars(replace(options, gamma=gamma))
-            asked = [engine.generate(start, **given) for start in starts[:count]]
-            return [(result.token_ids, result.logprobs) for result in asked]
+            results = [engine.generate(start, **given) for start in starts[:count]]
+            return [(result.token_ids, result.logprobs) for result in results]
 
         with load(sources["bundle"]) as engine:
             plain, drafted = texts(engine, 0), texts(engine, 5)
@@ -175,8 +176,8 @@ class TestBundledPair:
             certificate = check(engine, starts[0], replace(options, gamma=5, logprobs=None))
             assert certificate.passed and certificate.identical and not certificate.near_ties
         if read_bundle(sources["bundle"]).pair.target.weights:
-            return  # which has no other graph
-        # Control: the graph without the attention of our own, and calls of one token let in.
+            return  # with quantised weights it has no portable graph
+        # Control: the graph without Outrider's attention, with calls of one token allowed.
         monkeypatch.setattr(kernel, "available", lambda: False)
         with load(sources["bundle"], plain_width=1) as engine:
             assert texts(engine, 0, 1) != texts(engine, 5, 1)

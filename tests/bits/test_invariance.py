@@ -1,5 +1,5 @@
-"""What a build measures of the target's bits, and what is promised of it: faults of engines that
-round otherwise by width, neighbours, threads or rows, one by one, and a real engine.
+"""The reproducibility that a build measures and a bundle promises: fake engines whose rounding
+depends on width, neighbours, threads or rows, one at a time, and a real engine.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from runtime.files.errors import OutriderError
 from runtime.files.machine import processor
 from runtime.files.manifest import CallBits, Invariance, Manifest, read_bundle
 
-Fault = Callable[["Odd", Ids, Ids, int], bool]
+Fault = Callable[["FaultyEngine", Ids, Ids, int], bool]
 
 
-class Odd(FakeEngine):
-    """Every logit is one bit off in calls of a kind; how many threads and rows it has."""
+class FaultyEngine(FakeEngine):
+    """Logits are off by one ulp in the calls that `fault` selects. high: largest position."""
 
     fault: Fault = staticmethod(lambda *_: False)
 
     def __init__(self, folder: Path, facts: Any, *, slots: int, max_outputs: int, threads: int = 0):
         super().__init__(random_model(1), slots=slots, capacity=facts.capacity, chunk=256)
         self.threads, self.high = threads, 0
-        self.cache[:] = 0  # as real ones
+        self.cache[:] = 0  # as in real engines
 
     def forward(self, input_ids: Ids, position: Ids, logits_index: Ids, **more: Any) -> Logits:
         self.high = max(self.high, int(position.max()))
@@ -52,7 +52,7 @@ WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 256]
 ALL = ("gamma", "draft", "slot", "neighbour", "thread count")
 EVERY = "the same for every gamma, draft, slot, neighbour and thread count"
 NOT = "the same for every thread count; not for every gamma, draft, slot and neighbour"
-# What makes the difference, what is found of it with several slots, and what they still promise.
+# The fault, the fields that the measurement finds with several slots, and the remaining promise.
 FAULTS: dict[str, tuple[Fault, dict[str, Any], str]] = {
     "none": (lambda *_: False, {}, EVERY),
     "one": (
@@ -86,8 +86,8 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, found, promise = FAULTS[name]
-    monkeypatch.setattr(Odd, "fault", staticmethod(fault))
-    monkeypatch.setattr(invariance, "host_engine", lambda _: Odd)
+    monkeypatch.setattr(FaultyEngine, "fault", staticmethod(fault))
+    monkeypatch.setattr(invariance, "host_engine", lambda _: FaultyEngine)
     manifest = make_manifest(slots=3, max_len=2048)
     facts = measure(Path(), manifest)
     usual = CallBits(WIDTHS, [], neighbours=True, threads=True, rows=True)
@@ -97,17 +97,17 @@ def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.Mon
     assert promised_bits(manifest, 3, 2).line() == f"bits: {promise}"
 
 
-def described(**invariance: Any) -> Manifest:
+def manifest_with(**invariance: Any) -> Manifest:
     calls = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
     facts = {"processor": processor(), "one": calls, "several": calls, "slots": True}
     return dataclasses.replace(make_manifest(), invariance=Invariance(**facts | invariance))
 
 
 def test_what_is_promised() -> None:
-    """Only what was measured with these libraries on this processor."""
-    bits = promised_bits(described(), 1, 1)
+    """A promise is made only for measurements with these libraries on this processor."""
+    bits = promised_bits(manifest_with(), 1, 1)
     assert (bits.min_width, bits.same, bits.other) == (2, ALL, ())
-    bits = promised_bits(described(), 1, 1, plain_width=1)
+    bits = promised_bits(manifest_with(), 1, 1, plain_width=1)
     assert bits.min_width == 1 and bits.forgone
     assert bits.json_object() == {
         "same": ("thread count",), "other": ALL[:4], "narrowest_call": 1, "forgone": True,
@@ -115,22 +115,22 @@ def test_what_is_promised() -> None:
     }  # fmt: skip
     assert bits.line().endswith("neighbour (plain steps of one token)")
     any_width = CallBits([1, 2, 3, 16], [], neighbours=True, threads=True, rows=True)
-    bits = promised_bits(described(one=any_width), 1, 2)
-    assert bits.min_width == 1, "nothing is paid where nothing is to be had"
+    bits = promised_bits(manifest_with(one=any_width), 1, 2)
+    assert bits.min_width == 1, "no minimum width where it has no use"
     assert bits.independent_of_gamma
     for why, unknown in {
         "without MEASURE=0": promised_bits(make_manifest(), 1, 2),
         "with X 1, and 2 is installed; install": promised_bits(
-            described(), 1, 2, "X 1, and 2 is installed"
+            manifest_with(), 1, 2, "X 1, and 2 is installed"
         ),
-        "another processor; build again": promised_bits(described(processor="another"), 1, 2),
+        "another processor; build again": promised_bits(manifest_with(processor="another"), 1, 2),
     }.items():
         assert unknown.min_width == 2 and not unknown.same
         assert unknown.line().startswith("bits: nothing is promised: ") and why in unknown.line()
 
 
 def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
-    """It is measured once, and again on another processor."""
+    """It is measured once per bundle."""
     out, options = tmp_path / "bundle", {"backend": "onnxruntime", "slots": 1}
     assert build(llama_graphs, out, measure=False, **options)
     assert read_bundle(out).invariance is None
@@ -170,19 +170,19 @@ def test_what_cannot_be_measured_is_said(
     llama_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any,
     where: Any, name: str, value: Any, cause: str,
 ) -> None:  # fmt: skip
-    """And tried again by the next build, which builds nothing else again."""
+    """The measurement is repeated by the next build, which rebuilds nothing else."""
     monkeypatch.setattr(where, name, value)
     out = tmp_path / "bundle"
     for first in (True, False):
         assert build(llama_graphs, out, backend="onnxruntime", slots=1) == first
-        said = capfd.readouterr().err
-        assert f"so the bundle promises no reproducibility: {cause}" in said
-        assert "make engines MEASURE=0" in said
+        err = capfd.readouterr().err
+        assert f"so the bundle promises no reproducibility: {cause}" in err
+        assert "make engines MEASURE=0" in err
         assert read_bundle(out).invariance is None
 
 
 def test_the_measurement_ends_with_who_asked_for_it() -> None:
-    """A build that is killed closes the pipe, and says nothing."""
+    """A build that is killed can only close the pipe."""
     program = (
         "from runtime.backends.invariance import exit_when_stdout_closes as watch; import time; "
         "watch(); print('begun', flush=True); time.sleep(600)"

@@ -1,5 +1,5 @@
-"""The same tokens and log-probabilities, to the bit, whatever drafts, gamma, slot and neighbours
-there were, on fakes of which a call of one token rounds otherwise.
+"""Bitwise the same tokens and log-probabilities for all drafts, gammas, slots and neighbours, on
+fake engines whose calls of one token round differently.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COUPLED = SamplingParams(
     temperature=0.7, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2, seed=5,
     verify="coupled",
 )  # fmt: skip
-# Of 17 tokens and chunks of 16 one is left for a call of its own, as of 1.
+# A prompt of 17 tokens, in chunks of 16, ends with a call of one token, like a prompt of 1.
 PROMPTS = [[3], [3, 4], list(range(2, 19)), list(range(2, 31))]
 
-Said = list[tuple[int, float | None]]
+Output = list[tuple[int, float | None]]
 
 
-def said(sequence: ActiveSequence) -> Said:
+def output(sequence: ActiveSequence) -> Output:
     return [(token.id, token.logprob) for token in sequence.output]
 
 
@@ -37,11 +37,11 @@ def request(prompt: Iterable[int], params: SamplingParams, gamma: int, **more: A
     return Request(list(prompt), params, gamma, max_new_tokens=24, logprobs=0, **more)
 
 
-def texts(params: SamplingParams, gammas: Iterable[int], **options: Any) -> list[list[Said]]:
-    """Of each gamma, what is said after each prompt; slots are taken again with what they hold."""
+def texts(params: SamplingParams, gammas: Iterable[int], **options: Any) -> list[list[Output]]:
+    """The output for each gamma and prompt. Slots are reused with their cached rows."""
     decoder = make_decoder(MODEL, DRAFT, order=3, alone=1e-3, **options)
     return [
-        [said(run(decoder, request(prompt, params, gamma))) for prompt in PROMPTS]
+        [output(run(decoder, request(prompt, params, gamma))) for prompt in PROMPTS]
         for gamma in gammas
     ]
 
@@ -50,28 +50,28 @@ def texts(params: SamplingParams, gammas: Iterable[int], **options: Any) -> list
 def test_the_same_for_every_gamma(params: SamplingParams) -> None:
     plain, *drafted = texts(params, range(9), min_width=2)
     assert all(one == plain for one in drafted)
-    # What wider calls say, and nothing else: as a model without a rounding does.
+    # It is the output of wider calls: that of an engine without the rounding.
     exact = make_decoder(MODEL, DRAFT, order=3)
-    assert plain == [said(run(exact, request(prompt, params, 0))) for prompt in PROMPTS]
+    assert plain == [output(run(exact, request(prompt, params, 0))) for prompt in PROMPTS]
     # Control: calls of one token.
     plain, drafted_once = texts(params, (0, 4), min_width=1)
     assert plain != drafted_once
 
 
-def crowd(decoder: Decoder, params: SamplingParams) -> list[Said]:
-    """Texts of every gamma that join and leave in two slots, one after the other."""
+def run_batched(decoder: Decoder, params: SamplingParams) -> list[Output]:
+    """Run requests of several gammas, which join and leave two slots one after the other."""
     waiting = [request(prompt, params, gamma) for gamma in (0, 3, 8) for prompt in PROMPTS]
     active: dict[ActiveSequence, int] = {}
-    found: list[Said] = [[] for _ in waiting]
-    asked = iter(enumerate(waiting))
+    found: list[Output] = [[] for _ in waiting]
+    pending = iter(enumerate(waiting))
     while True:
-        while decoder.slots.free and (following := next(asked, None)):
+        while decoder.slots.free and (following := next(pending, None)):
             active[decoder.admit(following[1])] = following[0]
         if not active:
             return found
         decoder.round(list(active))
         for sequence in [one for one in active if one.finish_reason is not None]:
-            found[active.pop(sequence)] = said(sequence)
+            found[active.pop(sequence)] = output(sequence)
             decoder.release(sequence)
 
 
@@ -79,12 +79,12 @@ def crowd(decoder: Decoder, params: SamplingParams) -> list[Said]:
 def test_the_same_in_any_company(params: SamplingParams) -> None:
     alone = texts(params, [0], min_width=2)[0]
     options: dict[str, Any] = {"slots": 2, "order": 3, "alone": 1e-3}
-    assert crowd(make_decoder(MODEL, DRAFT, min_width=2, **options), params) == alone * 3
-    assert crowd(make_decoder(MODEL, DRAFT, min_width=1, **options), params) != alone * 3
+    assert run_batched(make_decoder(MODEL, DRAFT, min_width=2, **options), params) == alone * 3
+    assert run_batched(make_decoder(MODEL, DRAFT, min_width=1, **options), params) != alone * 3
 
 
 def test_no_token_comes_from_a_call_of_one() -> None:
-    """Nor from one whose padding does not fit: the last text ends where the context does."""
+    """Even if padding would exceed the context: the last text ends where the context ends."""
     decoder = make_decoder(MODEL, DRAFT, min_width=2, max_len=40)
     for prompt in (*PROMPTS, list(range(2, 32)) + list(range(2, 11))):
         run(decoder, request(prompt, GREEDY, 0))
@@ -92,7 +92,7 @@ def test_no_token_comes_from_a_call_of_one() -> None:
     assert min(call.width for call in target.calls) == 2
     assert {call.outputs for call in target.calls} == {1}, "padding gets no logits"
     run(decoder, request([3], GREEDY, 2))
-    assert min(call.width for call in draft.calls) == 1, "a draft decides nothing"
+    assert min(call.width for call in draft.calls) == 1, "a draft does not affect the output"
 
 
 def test_beams_are_those_of_wider_calls() -> None:

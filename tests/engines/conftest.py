@@ -14,7 +14,7 @@ from engines.tensorrt import rtx as tensorrt_rtx_backend
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on a machine that has one."""
+    """Hide a GPU that this machine may have."""
     monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", dict)
     monkeypatch.setattr(bundles, "present_gpus", dict)
 
@@ -26,7 +26,7 @@ def graphs(workshop: Workshop) -> Path:
 
 @pytest.fixture(scope="session")
 def rtx_bundle(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared: not to be damaged."""
+    """Shared: tests must not modify it."""
     out = tmp_path_factory.mktemp("rtx") / "bundle"
     assert build(graphs, out, backend="tensorrt_rtx", slots=3, sm="89,120")
     return out

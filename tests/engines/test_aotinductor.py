@@ -1,6 +1,6 @@
-"""AOTInductor's builds: for which processor, with what, and what ends them early.
+"""AOTInductor's builds: the target processor, what is compiled, and builds that end early.
 
-Without a GPU: the compiler is stood in for where one would be needed.
+No GPU is needed: where one would be, the compiler is replaced by a fake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Machine = Callable[[tuple[int, int] | None], None]
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    """Shared: not to be damaged."""
+    """Shared: tests must not modify it."""
     return workshop.graphs(*workshop.pair("aotinductor"), form="torch")
 
 
@@ -44,7 +44,7 @@ def graphs(workshop: Workshop) -> Path:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes this a machine with a GPU of that capability, and what compiles for it."""
+    """Pretend that this machine has a GPU of that capability, and the tools to compile for it."""
 
     def make(capability: tuple[int, int] | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
@@ -125,14 +125,14 @@ def test_the_toolkit_is_one_whose_headers_are_whole(
     first, *rest = gpus.HEADERS
     pieces, whole = toolkit("pieces", [first]), toolkit("whole", gpus.HEADERS)
     assert gpus.cuda_toolkit(whole) == whole
-    nvcc = tmp_path / "bin" / "nvcc"  # a script, and no toolkit above it
+    nvcc = tmp_path / "bin" / "nvcc"  # a script, not inside a toolkit
     nvcc.parent.mkdir()
     nvcc.write_text(f"#!/bin/sh\necho '#$ _HERE_=x' >&2\necho '#$ TOP={whole}/bin/..' >&2\n")
     nvcc.chmod(0o755)
     (tmp_path / "whole" / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{nvcc.parent}:/bin")
     assert gpus.cuda_toolkit(pieces) == whole
-    # Pieces that PyPI's packages have put together.
+    # A toolkit assembled from PyPI packages.
     nvcc.unlink()
     packages = toolkit("nvidia/cu13", rest)
     monkeypatch.setattr(gpus, "find_spec", lambda name: SimpleNamespace(
@@ -148,7 +148,7 @@ def test_a_missing_compiler(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     asked = ["--backend", "aotinductor", "--supports", "float32", "--sm", "cpu"]
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX at import
         assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
     assert "but no-such-compiler was not found" in error_line(capsys.readouterr().err, "backend")
 
@@ -157,7 +157,7 @@ def test_a_missing_compiler(
 
 
 def devices_of(program: torch.export.ExportedProgram) -> set[str]:
-    """Where its weights, its example, and everything that its graphs compute or name are."""
+    """Devices of its weights and example inputs, and of all that its graphs compute or name."""
     found: list[object] = [*program.state_dict.values(), *program.constants.values()]
     found += torch.utils._pytree.tree_leaves(program.example_inputs)
     for module in program.graph_module.modules():
@@ -169,8 +169,8 @@ def devices_of(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def repeated_caches(program: torch.export.ExportedProgram, heads: int) -> list[torch.Tensor]:
-    """Copies of keys or values for all query heads, [B, H, S, D], once torch's own operators are
-    taken apart."""
+    """Copies of keys or values for all query heads, [B, H, S, D], after torch's operators have been
+    decomposed."""
     (_, _, _, (key, *_), _), _ = program.example_inputs
     with sdpa_kernel(SDPBackend.MATH):
         program = program.run_decompositions()
@@ -200,7 +200,7 @@ def test_what_is_compiled(
         Path(package_path).write_bytes(b"code")
 
     def move(program: Any, to: str, real: Any = passes.move_to_device_pass) -> Any:
-        # The meta device takes a GPU's place: it is the other one that torch has everywhere.
+        # The meta device stands in for a GPU: torch has it on every machine.
         return real(program, {"cuda": "meta"}[to])
 
     monkeypatch.setattr(passes, "move_to_device_pass", move)
@@ -213,9 +213,9 @@ def test_what_is_compiled(
     facts = read_pair(graphs).target
     assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
     on_gpu, config = target == "sm90", seen.pop("config")
-    said = config.pop("aot_inductor.metadata", {})
+    metadata = config.pop("aot_inductor.metadata", {})
     expected = aotinductor.CONFIG | (aotinductor.GPU_CONFIG if on_gpu else {})
-    assert config == expected and set(said) == ({JOINED} if on_gpu else set())
+    assert config == expected and set(metadata) == ({JOINED} if on_gpu else set())
     assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
     assert seen == {
         "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
@@ -241,7 +241,8 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
 
 
 def test_matrices_of_one_vector_are_one_matrix() -> None:
-    """Of the same parameters, and neither those that somebody else reads nor what is none."""
+    """Weights of linear layers that read the same input are joined, unless something else reads
+    them too; a matrix that is no parameter and a vector stay as they are."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -266,8 +267,8 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
     gate = weakref.ref(program.state_dict["gate.weight"])
     joined = gpu_program._join_matrices(module, program.state_dict)
     module.recompile()
-    gc.collect()  # the class above has them in a cycle
-    assert gate() is None, "nobody has it any more"
+    gc.collect()  # the class above is part of a reference cycle
+    assert gate() is None, "nothing refers to it any more"
     assert [*joined.values()] == [
         ["q.weight", "k.weight", "v.weight"], ["q.bias", "k.bias", "v.bias"],
         ["gate.weight", "up.weight"],
@@ -292,14 +293,14 @@ def test_angles_are_no_matrix_product() -> None:
     gpu_program._replace_outer_products(module.graph)
     module.recompile()
     left = module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
-    assert len(left) == 1, "the one that sums"
+    assert len(left) == 1, "only the one that sums remains"
     torch.testing.assert_close(module(*given), expected)
 
 
 def test_products_that_float16_cannot_hold() -> None:
-    """Fault: without their scale they are infinite, and what comes of them is no number."""
+    """Fault: if they are scaled only after the product they overflow, and the result is NaN."""
     queries, keys = torch.full((1, 4, 3, 64), 40.0).half(), torch.full((1, 2, 8, 64), 40.0).half()
-    assert (queries[0, 0] @ keys[0, 0].T).isinf().all(), "the control"
+    assert (queries[0, 0] @ keys[0, 0].T).isinf().all(), "control"
     values, seen = torch.randn(1, 2, 8, 64).half(), torch.ones(1, 1, 3, 8, dtype=torch.bool)
     found = gpu_program._attention(queries, keys, values, seen, scale=64**-0.5, enable_gqa=True)
     expected = values.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(1, 4, 3, 64)
@@ -318,7 +319,7 @@ def test_a_gpu_copies_no_cache(graphs: Path) -> None:
         for node in fitted.graph.nodes
         if node.op == "placeholder" and node.meta["val"].dim() == 4
     )
-    # The control: torch's own products do copy them.
+    # Control: torch's own attention does copy them.
     assert repeated_caches(read_program(graphs / "target"), heads)
 
 
@@ -327,7 +328,7 @@ def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     "name", sorted({*ARCHITECTURES} - {*NO_GRAPH, *RECURRENT, *WITH_ENCODER, "whisper"})
 )
 def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name: str) -> None:
-    """A prompt and four tokens behind it."""
+    """For a prompt and the next four tokens."""
     graphs = workshop.graphs(workshop.example(name), form="torch")
     capacity = read_pair(graphs).target.capacity
     ids = torch.from_numpy(np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 20)))
@@ -350,7 +351,7 @@ def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name:
 def test_attention_of_every_size_is_the_same_attention(
     workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that a GPU's build does otherwise, but for the device."""
+    """Everything that differs in a build for a GPU, except for the device."""
     monkeypatch.setattr(passes, "move_to_device_pass", lambda program, _: program)
     facts = read_pair(graphs).target
     (tmp_path / WEIGHTS_FILE).hardlink_to(graphs / "target" / WEIGHTS_FILE)
@@ -365,10 +366,10 @@ def test_attention_of_every_size_is_the_same_attention(
         for folder in (tmp_path, usual)
     )
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert (found != expected).any(), "the control: another kernel"
+    assert (found != expected).any(), "control: another kernel"
 
 
-# What ends early leaves nothing
+# A build that ends early leaves nothing behind
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_a_compile_that_ends_early(
 
 @pytest.mark.slow
 def test_a_full_disk(graphs: Path, tmp_path: Path) -> None:
-    """As its compilers tell it."""
+    """As reported by its compilers."""
     out = ("--out", tmp_path / "out", "--backend", "aotinductor", "--sm", "cpu")
     with limited_files(65536):
         failed = run("engines", "--graphs", graphs, *out)

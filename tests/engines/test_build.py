@@ -1,4 +1,4 @@
-"""What cannot be built is refused in one line, before minutes of work."""
+"""Builds that cannot succeed are refused in one line, before minutes of work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.files.records import write_json
 
 @pytest.fixture
 def graphs(workshop: Workshop, tmp_path: Path) -> Path:
-    """For longer texts than others have: their number is open in a graph."""
+    """Graphs for longer texts: a graph does not fix the length."""
     folder = Path(shutil.copytree(workshop.graphs(*workshop.pair()), tmp_path / "graphs"))
     pair = read_pair(folder)
     long = {"max_len": 2048, "capacity": 2064}
@@ -33,9 +33,9 @@ def graphs(workshop: Workshop, tmp_path: Path) -> Path:
 
 def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str:
     assert engines.__main__.main([*options]) == EXIT_STATUS[kind]
-    said = capsys.readouterr().err
-    error_line(said, kind)
-    return said
+    err = capsys.readouterr().err
+    error_line(err, kind)
+    return err
 
 
 HALF = ("--supports", "float16")
@@ -85,7 +85,7 @@ def test_what_no_machine_builds(
     options: tuple[str, ...], kind: str, words: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Also where `make engines` asks first: nothing is exported for them."""
+    """Also with --supports, which `make engines` runs first, so nothing is exported in vain."""
     assert words in refused(capsys, kind, *options, "--out", str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
@@ -113,8 +113,7 @@ def test_a_missing_library(
     backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, backend, None)
-    said = refused(capsys, "backend", f"--backend={backend}", *HALF)
-    assert "is not installed" in said
+    assert "is not installed" in refused(capsys, "backend", f"--backend={backend}", *HALF)
 
 
 def test_memory_of_this_machine(
@@ -123,8 +122,8 @@ def test_memory_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Slots begin with few rows, so what would not open is refused, and what may not be filled is
-    said."""
+    """Slots start with few rows. A bundle that could not be opened is refused; if its slots could
+    not all be filled, a note is printed."""
     assert host_memory() > 2**28
     pair, out = read_pair(graphs), tmp_path / "out"
     assert pair.max_len > 4 * FIRST_ROWS > MAX_LEN
@@ -138,7 +137,7 @@ def test_memory_of_this_machine(
     machine_of(least - 1)
     assert "the bundle needs" in refused(capsys, "memory", *options)
     assert not out.exists()
-    for memory, enough in ((most - 1, False), (most, True), (0, True)):  # 0: it does not say
+    for memory, enough in ((most - 1, False), (most, True), (0, True)):  # 0: unknown
         machine_of(memory)
         assert engines.__main__.main(options) == 0
         assert ("not enough for 2 texts of 2048 tokens" in capsys.readouterr().err) is not enough

@@ -1,7 +1,7 @@
-"""Engines for RTX GPUs, built without one: what is in the bundle, and what is refused in one line.
+"""Engines for RTX GPUs, built without one: the contents of the bundle, and refusals in one line.
 
-An engine cannot be loaded without a GPU. What it was made from can be looked at: the network that
-the parser made of the graph, its profiles, the file's header and the names in it.
+An engine cannot be loaded without a GPU. Its sources can be inspected: the network that the parser
+made of the graph, its profiles, the header of the file and the names in it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def test_a_bundle_holds_engines_in_place_of_graphs(rtx_bundle: Path, graphs: Pat
         assert all(profile.memory for profile in engine.profiles)
         usual = MAX_GAMMA + 1 if role == "target" else 1
         widths = [1, usual, MAX_GAMMA + 1]
-        prefill = [1, CAPACITY, CAPACITY]  # a chunk of 512 is more than there are
+        prefill = [1, CAPACITY, CAPACITY]  # the chunk of 512 exceeds the capacity
         assert [(p.name, p.slots, p.tokens, p.outputs) for p in engine.profiles] == [
             ("decode", [1, 3, 3], widths, widths), ("prefill", [1, 1, 3], prefill, [1, 1, 1])
         ]  # fmt: skip
 
 
 def network_of(graph: Path, facts: GraphFacts) -> Iterator[tuple[Any, Any]]:
-    """The builder and the network that it compiles; everything lives as long as the generator."""
+    """Yield the builder and the network that it compiles; the generator keeps them alive."""
     import tensorrt_rtx as trt
 
     compiler = trt.Builder(trt.Logger(trt.Logger.INTERNAL_ERROR))
@@ -98,7 +98,7 @@ def test_the_network_is_the_contract(rtx_bundle: Path, graphs: Path) -> None:
             for layer in map(network.get_layer, range(network.num_layers))
             if layer.type == trt.LayerType.KV_CACHE_UPDATE
         ]
-        # An update writes into its input's memory: what the engine reports as aliased.
+        # An update writes into its input's memory; the engine reports the pair as aliased.
         pairs = {layer.get_output(0).name: layer.get_input(0).name for layer in updates}
         assert pairs == {f"{name}_out": name for name in inputs}
         for shapes in engines["target"].profiles:
@@ -120,23 +120,23 @@ def test_memory_that_no_gpu_here_has(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Said before anything is compiled, and only of a GPU that it is built for."""
+    """Refused before anything is compiled, and only if the GPU is one of the targets."""
 
     def status(gpus_here: dict[int, int]) -> int:
         monkeypatch.setattr(bundles, "present_gpus", lambda: gpus_here)
         return engines.__main__.main(arguments(graphs, tmp_path / "out"))
 
     assert status({89: 2**16}) == EXIT_STATUS["memory"]
-    said = capsys.readouterr().err
-    assert "the bundle needs" in error_line(said, "memory")
-    assert "compile" not in said and list(tmp_path.iterdir()) == []
+    err = capsys.readouterr().err
+    assert "the bundle needs" in error_line(err, "memory")
+    assert "compile" not in err and list(tmp_path.iterdir()) == []
     assert status({89: 2**16, 90: 2**40}) == EXIT_STATUS["memory"]
 
     def compile(*_: object) -> None:
         raise OutriderError("difference", "far enough", "Stop.")
 
     monkeypatch.setattr(rtx, "compile", compile)
-    # Of a GPU that is elsewhere nothing is known.
+    # The memory of a GPU in another machine is unknown.
     assert status({80: 2**16}) == EXIT_STATUS["difference"]
 
 
@@ -167,20 +167,20 @@ def test_the_gpus_of_a_machine(
 def test_building_twice_compiles_nothing_twice(
     graphs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And what memory it takes is told before and after what is compiled."""
+    """The memory plan is printed before and after the compilation."""
     out = tmp_path / "out"
 
     def again(graphs: Path, sm: str = "89", *more: str) -> tuple[list[str], str]:
-        """Which models were compiled; all that was said."""
+        """Return which models were compiled, and the whole output."""
         capfd.readouterr()
         assert engines.__main__.main([*arguments(graphs, out, sm), *more]) == 0
-        told = capfd.readouterr().err.splitlines(keepends=True)
-        said = "".join(line for line in told if " s ..." not in line)  # on a slow machine
-        return re.findall(r"^(\w+) +compile", said, re.MULTILINE), said
+        lines = capfd.readouterr().err.splitlines(keepends=True)
+        output = "".join(line for line in lines if " s ..." not in line)  # on a slow machine
+        return re.findall(r"^(\w+) +compile", output, re.MULTILINE), output
 
-    compiled, said = again(graphs)
+    compiled, output = again(graphs)
     assert compiled == ["target", "draft"]
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert len(lines) == 5
     assert re.match(r"bundle +memory .* KV [\d.]+ MiB \+ logits [\d.]+ MiB$", lines[0])
     for role, line in zip(compiled, lines[1:3], strict=True):
@@ -205,7 +205,7 @@ def test_building_twice_compiles_nothing_twice(
     for name in ("target", "tokenizer"):
         (alone / name).symlink_to(graphs / name)
     write_json(alone / PAIR_FILE, "pair", dataclasses.replace(read_pair(graphs), draft=None))
-    assert again(alone)[0] == []  # the target's engine stays
+    assert again(alone)[0] == []  # the target's engine is kept
     assert not (out / "draft").exists()
     (out / "target" / "engine.rtx").write_bytes(b"")
     assert again(alone)[0] == ["target"]
@@ -218,7 +218,7 @@ def test_building_twice_compiles_nothing_twice(
 
 @needs_library
 def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
-    """And times are kept for the next build, whatever the file held."""
+    """Also, timings are cached for the next build, whatever the cache file contained."""
     import tensorrt_rtx as trt
 
     facts = read_pair(graphs).target
@@ -228,11 +228,12 @@ def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
     assert usual["target"].key != planned["target"].key
     manifest = Manifest("x", "tensorrt", {}, 1, read_pair(graphs), {}, planned)
     assert "OPT_LEVEL=0" in manifest.rebuild_command(tmp_path)
-    told: list[Any] = []
+    settings: list[Any] = []
 
     class Builder(trt.Builder):
         def build_serialized_network(self, network: Any, config: Any) -> Any:
-            told.append((config.builder_optimization_level, config.get_timing_cache() is not None))
+            cached = config.get_timing_cache() is not None
+            settings.append((config.builder_optimization_level, cached))
             return super().build_serialized_network(network, config)
 
     timings = tmp_path / "cache" / "sm89.timings"
@@ -248,7 +249,7 @@ def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
             timings.write_bytes(known)
         builder._compile(library, request, lambda **message: None)
         assert timings.stat().st_size > len(known or b"")
-    assert told == [(0, True)] * 2
+    assert settings == [(0, True)] * 2
     timings.unlink()
     timings.parent.rmdir()
     timings.parent.write_text("in the way")
@@ -285,7 +286,7 @@ def test_which_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_blocks(model: onnx.ModelProto) -> None:
-    """Scales for 32 inputs in place of those for a whole output, all of them 1."""
+    """Replace the scales per output by scales per block of 32 inputs, all of them 1."""
     sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     for i, node in enumerate(model.graph.node):
         if node.op_type == "DequantizeLinear":
@@ -302,7 +303,8 @@ def in_blocks(model: onnx.ModelProto) -> None:
 def test_no_product_makes_a_dense_copy_of_levels_of_8_bits(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    """The memory of a step beside that of the full model, and of levels in blocks, which do."""
+    """Compares the memory of a step with that of the full model and, as a control, of levels in
+    blocks, which are copied."""
     checkpoint = workshop.checkpoint("llama", intermediate_size=2048, num_hidden_layers=1)
     steps: dict[str, int] = {}
     for name in ("full", "fp8", "in blocks"):
@@ -336,6 +338,6 @@ BUILT = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT)
 def test_architectures(workshop: Workshop, name: str, tmp_path: Path) -> None:
-    """bfloat16, which the export does not run: ONNX Runtime fails at some of the float16 graphs."""
+    """In bfloat16, which the export does not run: ONNX Runtime fails on some float16 graphs."""
     graphs = workshop.graphs(workshop.checkpoint(name), dtype="bfloat16")
     assert build(graphs, tmp_path / "out", backend="tensorrt_rtx", slots=2, sm=SM)

@@ -1,4 +1,4 @@
-"""What the builder for RTX GPUs refuses in one line; interrupts, full disks, bundles not opened."""
+"""The builder for RTX GPUs: refusals in one line, interrupts, full disks, bundles not opened."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import MANIFEST_FILE, PAIR_FILE, file_facts, read_bundle, read_pair
 from runtime.files.records import write_json
 
-# By the library
+# Refused by the library
 
 
 def edited(graphs: Path, folder: Path, content: bytes) -> Path:
-    """The graphs with another target graph, whose hash is right."""
+    """Copy the graphs with another target graph and its correct hash."""
     folder.mkdir()
     for name in ("draft", "tokenizer"):
         (folder / name).symlink_to(graphs / name)
@@ -84,9 +84,9 @@ def test_a_graph_that_the_parser_refuses(
         content = model.SerializeToString()
     bad = edited(graphs, tmp_path / "bad", content)
     status = engines.__main__.main(arguments(bad, tmp_path / "out"))
-    said = capfd.readouterr().err
-    assert status == EXIT_STATUS["backend"], said
-    line = error_line(said, "backend")
+    err = capfd.readouterr().err
+    assert status == EXIT_STATUS["backend"], err
+    line = error_line(err, "backend")
     assert re.search(cause, line), line
     assert "cudaError" not in line and "/_src/" not in line
     assert not (tmp_path / "out").exists()
@@ -97,16 +97,16 @@ def test_a_graph_that_the_parser_refuses(
 def test_a_graph_that_the_builder_refuses(
     workshop: Workshop, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Heads of 8 have no attention kernel; the library also says so past its logger."""
+    """Heads of 8 have no attention kernel; the library also prints this past its logger."""
     graphs = workshop.graphs(workshop.checkpoint("llama", head_dim=8, **SMALL), dtype="bfloat16")
     capfd.readouterr()
     status = engines.__main__.main(arguments(graphs, tmp_path / "out"))
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     assert status == EXIT_STATUS["backend"]
-    cause = error_line(said.err, "backend")
+    cause = error_line(output.err, "backend")
     assert cause.endswith("Attention operation was not supported by a dedicated kernel")
-    assert said.err.count("\n") == 2  # the memory plan, the error
-    assert said.out == ""
+    assert output.err.count("\n") == 2  # the memory plan, the error
+    assert output.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,7 +121,7 @@ def test_a_library_that_dies(status: int, kind: str, cause: str) -> None:
 
 
 def test_a_library_that_dies_at_once(graphs: Path, tmp_path: Path) -> None:
-    """Even before it reads what it is asked."""
+    """Even before it reads its request."""
     facts = read_pair(graphs).target
     to = builder.plan("e", {"target": facts}, 1, 8, ["sm89"], {}, None)["target"]
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_a_library_that_dies_at_once(graphs: Path, tmp_path: Path) -> None:
 def test_a_full_disk(
     rtx_bundle: Path, graphs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A limit on the size of a file stands in for it: the older rtx_bundle survives."""
+    """Simulated by a limit on file sizes: the old bundle survives."""
     out = Path(shutil.copytree(rtx_bundle, tmp_path / "out"))
     before = {path: path.stat().st_ino for path in out.rglob("*")}
     with limited_files(65536):  # the process that compiles inherits it
@@ -156,7 +156,7 @@ def test_a_full_disk(
 @needs_library
 @pytest.mark.parametrize("delay", cases([0.4], [0.0]))
 def test_ctrl_c_while_compiling(graphs: Path, tmp_path: Path, delay: float) -> None:
-    """The process that compiles ends too, and nothing is left."""
+    """The compiling process ends too, and no files are left."""
     process = subprocess.Popen(
         command("engines", *arguments(graphs, tmp_path / "out")),
         cwd=CHECKOUT, env=environment(), stderr=subprocess.PIPE, text=True,
@@ -167,12 +167,12 @@ def test_ctrl_c_while_compiling(graphs: Path, tmp_path: Path, delay: float) -> N
             time.sleep(0.005)
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    assert process.returncode == 130, said
-    assert said.endswith("interrupted\n") and "Traceback" not in said
-    deadline = time.monotonic() + 10  # one that had no request yet ends by itself
+    assert process.returncode == 130, err
+    assert err.endswith("interrupted\n") and "Traceback" not in err
+    deadline = time.monotonic() + 10  # one without a request yet ends on its own
     while any(map(_runs, children)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -188,7 +188,7 @@ def _children(process: int) -> list[int]:
 
 
 def _runs(process: int) -> bool:
-    """Not where only its entry is left, which nobody may have collected."""
+    """Whether the process runs; False for a zombie that nobody has reaped."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -213,12 +213,12 @@ def test_files_and_manifest_must_agree(rtx_bundle: Path, tmp_path: Path) -> None
     assert manifest.engines is not None
     for name in ("target", "draft", "tokenizer"):
         (tmp_path / name).symlink_to(rtx_bundle / name)
-    for strange in (
+    for contradiction in (
         {"engines": None},
         {"engines": {"target": manifest.engines["target"]}},
         {"files": manifest.pair.all_files()},
     ):
-        wrong = dataclasses.replace(manifest, **strange)
+        wrong = dataclasses.replace(manifest, **contradiction)
         write_json(tmp_path / MANIFEST_FILE, "manifest", wrong)
         with pytest.raises(OutriderError, match="contradicts itself"):
             read_bundle(tmp_path)

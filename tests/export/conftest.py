@@ -1,4 +1,4 @@
-"""What the tests of `python -m export` share."""
+"""Fixtures shared by the tests of `python -m export`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.files.errors import EXIT_STATUS
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Asks for an export that must be refused, and gives the line that says so. Nothing is left."""
+    """Run an export that must be refused and return the error line. No file may be left behind."""
 
     def export_refused(model: Path | str, *options: str, kind: str = "checkpoint") -> str:
         status, output = command(capsys, tmp_path, model, *options)

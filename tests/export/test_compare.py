@@ -1,4 +1,4 @@
-"""The comparison with the original: another model is seen, and is no graph."""
+"""The comparison with the original detects a graph that computes another model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.files.torch_files import WEIGHTS_FILE
 def test_float32_decides_where_the_original_rounds_badly(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    """Granite's scores are not scaled down: two float16 computations are two bounds apart."""
+    """Granite's scores are not scaled down: two float16 computations differ by twice the bound."""
     source = workshop.checkpoint("granite")
     copy = shutil.copytree(workshop.graphs(source, dtype="float16") / "target", tmp_path / "target")
 
@@ -38,7 +38,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     decided = compare.compare(copy, rough, "float16", lambda: exact)
     assert decided.passed
     assert "from the original in float32" in decided.summary
-    # Controls: it is not the rougher yardstick alone that passes, and another model does not.
+    # Controls: the graph is not accepted merely by a looser bound, and a changed model fails.
     rounding = np.abs(rough.logits - exact.logits).max(-1).mean()
     assert decided.mean is not None and decided.mean[0] < 1.1 * rounding
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float16)
@@ -52,7 +52,7 @@ def test_float32_decides_where_the_original_rounds_badly(
 def test_float64_decides_where_layers_make_roundings_large(
     workshop: Workshop, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two float32 computations of such a model are ten bounds apart."""
+    """Two float32 computations of such a model differ by ten times the bound."""
     source = Path(shutil.copytree(workshop.checkpoint("bart"), tmp_path / "checkpoint"))
 
     def amplify(weights: dict[str, torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ def test_float64_decides_where_layers_make_roundings_large(
 def test_an_original_that_overflows_is_refused(
     workshop: Workshop, tmp_path: Path, refused: Refused
 ) -> None:
-    """A bound made of infinite logits would hold for anything."""
+    """A bound derived from infinite logits would accept any graph."""
     source = Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
     edit_weights(source, lambda weights: weights["lm_head.weight"].mul_(1e5))
     assert "returns NaN or infinity in float16" in refused(source, "--dtype", "float16")
@@ -81,7 +81,7 @@ def test_an_original_that_overflows_is_refused(
 def test_a_lost_window_fails_the_build(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    """A graph that ignores the architecture's mask: right on short texts, wrong on long ones."""
+    """A graph that ignores the architecture's mask is right only for short inputs."""
     simplify = graph.simplify
 
     def widen_window(traced: ir.Model) -> None:
@@ -105,8 +105,8 @@ def test_a_lost_window_fails_the_build(
 def test_one_wrong_weight_is_seen(
     workshop: Workshop, tmp_path: Path, form: str, value: float
 ) -> None:
-    """0 is the control. Fault: one position that rounded activations throw far off, as the second
-    of a text is in some trained models, allowed as much at all others."""
+    """The value 0 is the control. Fault: one position that rounded activations change a lot, as
+    they change the second one in some trained models, raised the bound for all the others."""
     pair = workshop.pair("aotinductor" if form == "torch" else "onnxruntime")
     graphs = workshop.graphs(*pair, **({"form": "torch"} if form == "torch" else {}))
     copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
@@ -119,7 +119,7 @@ def test_one_wrong_weight_is_seen(
     assert compare.compare(copy, original, "float32").passed == (value == 0)
     distorted = original.logits.copy()
     distorted[0, 5] += 2
-    distorted[1, -1] += 1e3  # which is not computed
+    distorted[1, -1] += 1e3  # a position that is not computed
     rounded = replace(original, logits=distorted)
     found = compare.compare(copy, original, "float32", rounded=rounded)
     assert found.passed == (value == 0)
@@ -127,8 +127,8 @@ def test_one_wrong_weight_is_seen(
 
 @pytest.mark.parametrize("positions", [3, 4])
 def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> None:
-    """Of 77 positions that are computed 3 may be far off, of a mixture, where roundings are allowed
-    for; the mean is held all the same."""
+    """For a mixture of experts, and only if roundings are allowed for, 3 of the 77 computed
+    positions may be far off; the bound on the mean applies all the same."""
     pair = workshop.pair("onnxruntime")
     folder = workshop.graphs(*pair) / "target"
     original = compare.reference(original_of(pair[0]).model, CAPACITY)

@@ -1,4 +1,4 @@
-"""Which matrices get 8 bits where there is room for some: what each of them costs with 4."""
+"""Which matrices get 8 bits when there is room for some: the cost of quantising each to 4 bits."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _kl(model: PreTrainedModel, texts: Texts) -> float:
 def test_costs_are_the_divergence_that_there_is(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them together, what goes with the dearest, and what goes with the output matrix, which
-    is the embedding too. Who forgets a factor of 2 fails, or half of a matrix."""
+    """The costs predict the KL divergence of all matrices, of the costliest ones, and of the output
+    matrix, which is the embedding too. Fault: a forgotten factor of 2, or half of a matrix."""
     monkeypatch.setattr("export.weights.costs.LARGE_SLICE", 5000)
     model, dense = trained(), trained()
     found = quantise_model(model, 4, texts, max_bits=minimum_bits(model))
@@ -71,7 +71,7 @@ def test_costs_are_the_divergence_that_there_is(
 def test_the_output_matrix_is_rounded_by_what_it_sees(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In texts that it was not rounded by."""
+    """Measured on texts that were not used for rounding."""
     errors = []
     dense = trained().get_output_embeddings().weight
     for seen in (factor, lambda inputs: None):
@@ -100,7 +100,7 @@ def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
 def test_what_there_is_room_for_goes_to_what_costs_the_most(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the cheapest, it would gain next to nothing."""
+    """Control: given to the cheapest matrices, the room gains next to nothing."""
     room = minimum_bits(trained()) + 0.2
     divergences: list[float] = []
     for sign in (1, -1):
@@ -129,11 +129,11 @@ def test_what_does_not_fit_leaves_its_room_to_others() -> None:
     assert choose_costliest(each, sizes, 13.5) == ["b", "c", "a"]
     assert choose_costliest(each, sizes, 6) == ["b", "c", "d"]
     assert choose_costliest(each, sizes, 0.5) == []
-    # What is half of the whole goes first where the others leave it no room, and cost less.
+    # A large matrix goes first if the others would leave no room for it and cost less.
     assert choose_costliest(each, sizes, 10) == ["b", "c", "d"]
     assert choose_costliest({**each, "a": 11.0}, sizes, 10) == ["a"]
     assert choose_costliest(each, sizes, 12.5) == ["a", "b"]
-    # Or two such, though what is small shuts one of them out.
+    # Or two large ones, although a small one would leave no room for one of them.
     large = {"a": 10.0, "b": 9.0, **{f"{i}": 0.1 for i in range(50)}, "c": 2.0}
     sizes = {**dict.fromkeys(large, 1), "a": 10, "b": 10, "c": 1}
     assert {"a", "b"} == {*choose_costliest({**large, "c": 1.1}, sizes, 20)}
@@ -141,7 +141,7 @@ def test_what_does_not_fit_leaves_its_room_to_others() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3-moe", "gemma4", "deepseek3"])
 def test_models_of_all_kinds_have_costs(name: str) -> None:
-    """Matrices of an encoder too; experts keep their 4 bits."""
+    """Also matrices of an encoder; experts keep 4 bits."""
     torch.manual_seed(0)
     config = ARCHITECTURES[name]()
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -178,7 +178,7 @@ def test_a_layer_that_several_have_costs_once() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_in_half_precision_8_bits_are_rows_and_biases_stay(name: str) -> None:
-    """Fault: bits were counted as those of blocks, and a part of them was not spent."""
+    """Fault: sizes were counted as if scales were per block, and part of the budget was unused."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=torch.bfloat16).eval()
     biases = {path: value.clone() for path, value in model.named_parameters() if "bias" in path}
@@ -247,8 +247,8 @@ def test_what_has_no_gradients_is_refused(texts: Texts, monkeypatch: pytest.Monk
 def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which has 8 where nobody knows better. A table of which a row is looked up has them anyway:
-    its bytes are not those of a step."""
+    """By default the output matrix gets 8 bits if costs cannot be computed. An embedding that is
+    only looked up gets 8 bits in any case: a step does not read all of its bytes."""
     texts = Texts(torch.randint(1, 200, (4, 12)))
     why: list[str] = []
 
@@ -268,7 +268,7 @@ def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
 
     ends = {"lm_head.weight", "model.embed_tokens.weight"}
     monkeypatch.setattr(whole, "costs", none)
-    assert quantised()[0] == quantised(rows="int8")[0] == ends  # half precision is not asked
+    assert quantised()[0] == quantised(rows="int8")[0] == ends  # no costs in half precision
     assert why == ["it has none"]
     room = quantised()[1]
     monkeypatch.setattr(whole, "costs", signed)
@@ -278,7 +278,7 @@ def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
 
 
 def test_what_the_output_matrix_sees_may_be_something_else(texts: Texts) -> None:
-    """Some models have a layer between, others a number."""
+    """Some models have a layer before the output matrix, others a factor."""
     model = trained()
     last = model.base_model(texts.ids).last_hidden_state.flatten(0, -2)
     assert whole._reads_last_states(model, last, texts) and not whole._reads_last_states(
@@ -294,7 +294,7 @@ def test_what_the_output_matrix_sees_may_be_something_else(texts: Texts) -> None
 
 @pytest.mark.parametrize("name", ["deepseek3", "gemma4"])
 def test_rows_of_few_numbers_take_what_they_take(name: str) -> None:
-    """Fault: in half precision those of less than a block were counted with a scale a row."""
+    """Fault: in half precision, rows shorter than a block were counted with a scale per row."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=torch.float16).eval()
     texts = Texts(torch.randint(1, 200, (4, 12)))
@@ -304,7 +304,7 @@ def test_rows_of_few_numbers_take_what_they_take(name: str) -> None:
 def test_nothing_is_asked_where_there_is_no_choice(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the output matrix lies on levels already, or it alone does."""
+    """Everything but the output matrix is on levels already, or only the output matrix is."""
     model = trained()
     first = quantise_model(model, 4, texts, max_bits=minimum_bits(model))
     monkeypatch.setattr(whole, "costs", None)
@@ -319,7 +319,7 @@ def test_nothing_is_asked_where_there_is_no_choice(
 
 
 def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
-    """Of the target; a draft is to be fast."""
+    """Only in the target: a draft has to be fast."""
     model = workshop.checkpoint("llama")
     bundle = workshop.bundle(model, model, weights="int4", bits=6.5)
     assert "WEIGHTS=int4 BITS=6.5" in read_bundle(bundle).rebuild_command(bundle)
@@ -359,7 +359,7 @@ def test_bits_that_nothing_can_have_are_refused(
 def test_a_model_that_cannot_have_them_is_refused_by_name(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that fill no block take more; and a cost is told by gradients."""
+    """Rows that do not fill a block need more bits; and costs need gradients."""
     with monkeypatch.context() as patch:
         patch.setattr(quantising, "minimum_bits", lambda model: 4.87)
         with pytest.raises(OutriderError, match=r"take 4\.87 bits each") as error:

@@ -1,4 +1,4 @@
-"""Encoder-decoders that are exported or refused, and whose encoder a draft has."""
+"""Encoder-decoders: which are exported, which are refused, and when a draft shares the encoder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from runtime.files.manifest import ENCODER_DECODERS
         ({"num_decoder_layers": 1}, True),
         ({"num_heads": 8}, False),
         ({"d_ff": 90}, False),
-        ({"pad_token_id": 5}, False),  # some count positions from it
+        ({"pad_token_id": 5}, False),  # some models number positions from it
     ],
 )
 def test_what_a_configuration_says_of_an_encoder(
     workshop: Workshop, tmp_path: Path, change: dict[str, int], same: bool
 ) -> None:
-    """The same weights mean something else under another configuration."""
+    """The same weights compute something else with another configuration."""
     target = workshop.checkpoint("t5")
     other = Path(shutil.copytree(target, tmp_path / "other"))
     edit_json(other / "config.json", **change)
@@ -45,7 +45,7 @@ def test_what_a_configuration_says_of_an_encoder(
 def test_an_embedding_by_another_name_is_none_to_compare(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    """Of tied matrices a file may have the output's alone."""
+    """A file may store tied matrices only under the output matrix's name."""
     target, names = workshop.checkpoint("t5"), ("shared.weight", "lm_head.weight")
     folders = [Path(shutil.copytree(target, tmp_path / name)) for name in names]
     assert has_same_encoder(*(find(str(folder)) for folder in folders))
@@ -59,7 +59,7 @@ def test_an_embedding_by_another_name_is_none_to_compare(
 
 @pytest.mark.slow
 def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
-    """Fault: M2M100 counts those of a call without its padding."""
+    """Fault: M2M100 numbers the positions of each call, leaving out its padding tokens."""
 
     def positions(*widths: int) -> list[int]:
         parts = torch.tensor([[5, 0, 6, 7]]).split(widths, dim=1)
@@ -99,11 +99,10 @@ def test_backends_that_run_no_encoder(
     graphs = workshop.graphs(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
     for name, dtype in product(BACKENDS, ("float32", "float16", "bfloat16")):
         dtypes = {"aotinductor": ["float32", "bfloat16"], "onnxruntime": ["float32"]}
-        does = dtype in dtypes.get(name, [])
+        supported = dtype in dtypes.get(name, [])
         sm = "cpu" if name == "aotinductor" else ""
-        assert (
-            ENCODER_DECODERS in supported_features(name, dtype, sm)
-        ) == does  # which the export is told
+        # The export gets this list from `make engines`.
+        assert (ENCODER_DECODERS in supported_features(name, dtype, sm)) == supported
     monkeypatch.setattr(aotinductor, "targets", lambda *_: ["sm90"])
     for name in ("tensorrt_rtx", "aotinductor"):
         with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:
@@ -137,7 +136,7 @@ def test_checkpoints_that_cannot_transcribe(
 
 
 def with_features(checkpoint: Path, folder: Path, **changed: int) -> Path:
-    """A copy whose encoder reads others."""
+    """Return a copy of the checkpoint with another feature extractor configuration."""
     other = Path(shutil.copytree(checkpoint, folder))
     edit_json(other / "preprocessor_config.json", **changed)
     return other

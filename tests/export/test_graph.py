@@ -1,6 +1,6 @@
-"""The graph is the contract's (docs/graph.md) and computes what the model computes.
+"""The graph follows the contract (docs/graph.md) and computes what the model computes.
 
-That is the eager model on the whole text, without a cache.
+The reference is the eager model on the whole text, without a cache.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
 @pytest.mark.parametrize("name", cases([TIED, UNTIED], ["mixtral"]))
 def test_nodes_and_weights(workshop: Workshop, name: str) -> None:
     """Norms, rotations and attention are single nodes; weights are stored once, beside the graph,
-    as they are used, and only a tied one is transposed when it runs."""
+    in the layout that is read, and only a tied matrix is transposed at run time."""
     folder = workshop.graphs(workshop.example(name))
     facts, described = read_pair(folder).target, graph(folder).graph
     nodes, layers = Counter(node.op_type for node in described.node), len(facts.key_shapes)
@@ -81,7 +81,7 @@ def test_nodes_and_weights(workshop: Workshop, name: str) -> None:
     assert nodes["RotaryEmbedding"] == nodes["TensorScatter"] == 2 * layers
     assert nodes["Attention"] == layers
     primitives = {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Neg", "Slice", "Softmax"}
-    assert name == "mixtral" or not primitives & nodes.keys()  # it routes by some of them
+    assert name == "mixtral" or not primitives & nodes.keys()  # its router uses some of them
     weights = {tensor.name: tensor for tensor in described.initializer}
     transposed = [
         node.input[0]
@@ -114,7 +114,7 @@ def test_the_file_says_nothing_of_the_machine_that_made_it(workshop: Workshop, n
 
 
 def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> None:
-    """So that a bundle can be told from its hash, and a damaged part is simply made again."""
+    """A hash thus identifies a bundle, and a damaged part can simply be exported again."""
     source = str(workshop.example("gpt2"))
     options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": tmp_path / "cache"}
     first = export_pair(source, None, tmp_path / "out", **options)
@@ -128,7 +128,7 @@ WALKED = cases([TIED, UNTIED, "gpt2", "gemma2", "mistral"], ["mixtral", "phi3-lo
 
 
 def test_weights_that_numpy_cannot_write(tmp_path: Path) -> None:
-    """Fault: a full disk was a traceback there, since NumPy's error has no number."""
+    """Fault: a full disk ended in a traceback, because NumPy's error has no errno."""
     array = ir.tensor(np.ones(1 << 16, np.float32), name="w")
     made = ir.Graph([], [], nodes=[], initializers=[ir.Value(name="w", const_value=array)])
     model = ir.Model(made, ir_version=10)
@@ -140,7 +140,8 @@ def test_weights_that_numpy_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WALKED)
 def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name: str) -> None:
-    """A random walk: calls of any width and any outputs, garbage beyond the length, roll-back."""
+    """A random walk: calls of any width, any output positions, garbage rows beyond the length,
+    roll-back."""
     source = workshop.example(name)
     folder = workshop.graphs(source)
     facts = read_pair(folder).target
@@ -159,7 +160,7 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
         width, garbage = int(rng.integers(1, MAX_GAMMA + 2)), int(rng.integers(0, MAX_GAMMA + 1))
         length = np.maximum(length - rng.integers(0, 4, 2), 0)  # roll-back, into the prompt too
         call = text(2, width, seed=int(rng.integers(1 << 30)))
-        right = max(1, width - garbage)  # the tokens that are of the text
+        right = max(1, width - garbage)  # the number of tokens that belong to the text
         for slot in range(2):
             call[slot, :right] = ids[slot, length[slot] : length[slot] + right]
         index = np.sort(rng.permutation(right)[: rng.integers(1, right + 1)])
@@ -174,7 +175,7 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
 
 
 def test_soft_caps(workshop: Workshop) -> None:
-    """Both bend what this checkpoint computes: without one of them it is another model."""
+    """Both change the logits of this checkpoint: without either it is another model."""
     source = workshop.checkpoint("gemma2")
     model = graph(workshop.graphs(source))
     nodes = Counter(node.op_type for node in model.graph.node)
@@ -191,7 +192,7 @@ def test_soft_caps(workshop: Workshop) -> None:
 
 
 def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
-    """Drafted rows may lie beyond the table; those before are right all the same."""
+    """Drafted rows may lie beyond the table; those within it are still right."""
     source = workshop.checkpoint("gpt2", **SHORT_DRAFT)
     folder = workshop.graphs(workshop.checkpoint(TIED), source)
     facts = read_pair(folder).draft
@@ -207,7 +208,7 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
 
 
 def test_a_model_that_computes_the_logits_of_all_positions(tmp_path: Path) -> None:
-    """Whatever is asked; others hand `logits_to_keep` to their attention. Fault: refused."""
+    """Some models ignore `logits_to_keep`, or pass it to their attention. Fault: refused."""
     assert write_any(tmp_path, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration) is None
     checkpoint, ids = find(str(tmp_path)), torch.from_numpy(text(2, 5))
     model = load(checkpoint, torch.float32)
@@ -225,7 +226,7 @@ def test_a_model_that_computes_the_logits_of_all_positions(tmp_path: Path) -> No
     [("Add", 0, 0), ("Add", 1e-20, 1), ("Mul", 1, 0), ("Mul", 1.000001, 1)],
 )
 def test_constants_that_are_nearly_nothing_stay(operator: str, constant: float, left: int) -> None:
-    """Without one a router of experts divides 0 by 0."""
+    """Without such a constant a router of experts divides 0 by 0."""
     x = ir.val("x", ir.DataType.FLOAT, [4])
     number = ir.node("Constant", [], {"value": ir.tensor(np.float32(constant))})
     node = ir.node(operator, [x, number.outputs[0]])
@@ -246,7 +247,7 @@ def test_constants_that_are_nearly_nothing_stay(operator: str, constant: float, 
     ],
 )  # fmt: skip
 def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sunk: bool) -> None:
-    """Its function, with two query heads for a key head, and values narrower than keys."""
+    """The ONNX function, with two query heads per key head, and values narrower than keys."""
     rng = np.random.default_rng(0)
     given = {
         "query": rng.normal(size=(2, 4, 3, 16)), "key": rng.normal(size=(2, 2, 7, 16)),
@@ -273,7 +274,7 @@ def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sun
 
 
 def test_functions_stand_in_one_order() -> None:
-    """Whatever Python's hashes of their names are: the same model is the same file."""
+    """The order does not depend on Python's string hashes: the same model is the same file."""
     for define, names in (
         (attention.define,
          ["UnevenAttention", "SinkAttention", "CappedSinkAttention", "CappedAttention"]),

@@ -1,4 +1,4 @@
-"""Half precision: as far from the original as the comparison allows, or refused in one line."""
+"""Half precision: within the tolerance of the comparison, or refused in one line."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def test_logits_and_text(workshop: Workshop, name: str, backend: str, dtype: str
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_types_of_the_graph(workshop: Workshop, tmp_path: Path, dtype: str) -> None:
-    """ONNX Runtime has no bfloat16 on the CPU: exported unchecked, and not for this backend."""
-    # The one that engines/ cannot build either (tests/engines).
+    """ONNX Runtime has no bfloat16 on the CPU: the graph is exported without a comparison, and this
+    backend refuses it."""
+    # The checkpoint that tests/engines uses too: TensorRT-RTX refuses its heads of 8.
     of = {"head_dim": 8} if dtype == "bfloat16" else {}
     folder = workshop.graphs(workshop.checkpoint(TIED, **of, **SMALL), dtype=dtype)
     facts, model = read_pair(folder).target, graph(folder)
@@ -62,7 +63,7 @@ def test_types_of_the_graph(workshop: Workshop, tmp_path: Path, dtype: str) -> N
     assert types["logits"] == onnx.TensorProto.FLOAT
     if dtype == "float16":
         full = read_pair(workshop.graphs(workshop.checkpoint(TIED))).target
-        assert full.cache_bytes(3) == 2 * LAYERS * facts.cache_bytes(3)  # of one layer
+        assert full.cache_bytes(3) == 2 * LAYERS * facts.cache_bytes(3)  # SMALL has one layer
     else:
         assert facts.max_difference is None
         assert facts.comparison.startswith("not run")
@@ -89,7 +90,7 @@ def test_architectures_in_float16(workshop: Workshop, name: str) -> None:
 
 
 def test_a_norm_reads_the_type_of_its_scale() -> None:
-    """Gemma scales in float32; ONNX Runtime multiplies no float16 by that."""
+    """Gemma's norms have a float32 scale, which ONNX Runtime does not apply to float16 inputs."""
     x, scale = (
         ir.val(name, dtype, [4]) for name, dtype in (("x", ir.DataType.FLOAT16), ("scale", FLOAT))
     )
@@ -99,14 +100,14 @@ def test_a_norm_reads_the_type_of_its_scale() -> None:
     assert [node.op_type for node in model.graph] == ["Cast", "RMSNormalization"]
     assert norm.inputs[0] is not None and norm.inputs[0].dtype == FLOAT
     export.fusion._match_norm_types(model)
-    assert len(model.graph) == 2, "once is enough"
+    assert len(model.graph) == 2, "a second pass adds no cast"
 
 
 @pytest.mark.slow
 def test_control_a_norm_of_two_types_is_refused(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    """Gemma scales in float32. The one line is for any graph that ONNX Runtime refuses."""
+    """Gemma's norms have a float32 scale. Any graph that ONNX Runtime refuses ends in this line."""
     source = workshop.checkpoint("gemma2")
     norms = of_type(workshop.graphs(source, dtype="float16"), "RMSNormalization")
     assert len(norms) == 4 * LAYERS + 1
@@ -119,8 +120,8 @@ def test_control_a_norm_of_two_types_is_refused(
 def test_control_a_graph_that_crashes_onnx_runtime(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all of its optimisers ONNX Runtime 1.31 dies of this graph on Intel's processors; the
-    export survives, says that it compared nothing, and this backend wants no such graph."""
+    """With all optimisers on, ONNX Runtime 1.31 crashes on this graph on Intel processors. The
+    export survives and reports that nothing was compared; this backend refuses the graph."""
     monkeypatch.setattr(compare, "ORT_LEFT_OUT", {})
     folder = tmp_path / "graphs"
     options = {"dtype": "float16", "max_len": MAX_LEN, "cache": tmp_path / "cache"}

@@ -1,5 +1,5 @@
-"""The graph for the CPU, with an attention of our own: the same model, or it is not kept; and the
-same bits, whatever the call."""
+"""The graph for the CPU, with Outrider's attention operator: it computes the same model, or it is
+not kept, and its results are bitwise independent of how tokens are grouped into calls."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.sampling import kernel
 
-CAPACITY = MAX_LEN + 16  # rows of a slot, at least
-# Plain; packed with biases; norms between; a window; soft caps; products of flattened rows; three
-# numbers a position; caches of other layers. Scaled tables; learned positions; norms of turned
-# heads; sinks; latents; part of a head, and neighbours, rotated. Biases of distances; an encoder;
-# one of sound.
+CAPACITY = MAX_LEN + 16  # minimum number of rows per slot
+# Plain; packed with biases; norms of queries and keys; a window; soft caps; products of flattened
+# rows; three numbers per position; caches of other layers; biases by distance, an encoder; an audio
+# encoder.
+# Slow: scaled tables; learned positions; norms of transposed heads; sinks; latents; rotation of
+# part of a head, and of neighbouring pairs.
 LOWERED_ARCHITECTURES = cases(
     ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "qwen2.5-vl", "gemma4", "t5",
      "whisper"],
@@ -42,9 +43,9 @@ LOWERED_ARCHITECTURES = cases(
         "stablelm", "olmo2", *(name for name in WITH_ENCODER if name != "t5"),
     ],
 )  # fmt: skip
-ROTATED_BY_OTHER_NODES = {"gpt-neox", "cohere", "deepseek3"}  # rotated by nodes of their own
-TOO_WIDE = {"head_dim": 520}  # than the operator's heads
-# Its experts and a fourth layer take twice as long to trace, and their attention is nothing new.
+ROTATED_BY_OTHER_NODES = {"gpt-neox", "cohere", "deepseek3"}
+TOO_WIDE = {"head_dim": 520}  # wider than the operator supports
+# Experts and a fourth layer double the tracing time and add no new kind of attention.
 SMALL_GEMMA4 = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", *["full_attention"] * 2],
     "num_kv_shared_layers": 1, "enable_moe_block": False,
@@ -53,19 +54,19 @@ SMALL_GEMMA4 = {
 
 @pytest.mark.parametrize("name", LOWERED_ARCHITECTURES)
 def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: str) -> None:
-    shared_layers = int(name == "gemma4")  # layers
+    shared_layers = int(name == "gemma4")
     source = workshop.checkpoint(name, **SMALL_GEMMA4) if shared_layers else workshop.example(name)
     folder = workshop.graphs(source)
     found, facts = nodes(folder, HOST_FILE), read_pair(folder).target
     assert found["outrider.Attention"] == len(facts.key_shapes) + shared_layers
     made = of_type(folder, "Attention", HOST_FILE)
     assert [len(node.output) for node in made].count(1) == shared_layers
-    of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
-    assert found["outrider.SourceAttention"] == of_source
+    source_count = len(facts.encoder.key_shapes) if facts.encoder else 0
+    assert found["outrider.SourceAttention"] == source_count
     assert not found.keys() & {".Attention", ".TensorScatter"}
     assert name == "cohere" or not found[".ReduceMean"]  # a norm is one node too
     assert name in ROTATED_BY_OTHER_NODES or not found.keys() & {".RotaryEmbedding", ".Neg"}
-    # Nothing else is computed of all rows, in any backend.
+    # No other node reads all cache rows, in any backend.
     written = {node.output[0] for node in of_type(folder, "TensorScatter")}
     readers = {node.op_type for node in graph(folder).graph.node if written & {*node.input}}
     assert written and all(reader.endswith("Attention") for reader in readers)
@@ -74,13 +75,13 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
 
 
 def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
-    """Which would be done, in a copy, whenever the graph is opened."""
-    folder, turned = workshop.graphs(workshop.checkpoint("llama")), {}
+    """Loading the graph would transpose it into a copy each time."""
+    folder, transposes = workshop.graphs(workshop.checkpoint("llama")), {}
     for file in (GRAPH_FILE, HOST_FILE):
         weights = {weight.name for weight in graph(folder, file).graph.initializer}
         transposed = of_type(folder, "Transpose", file)
-        turned[file] = [node for node in transposed if node.input[0] in weights]
-    assert turned[GRAPH_FILE] and not turned[HOST_FILE]
+        transposes[file] = [node for node in transposed if node.input[0] in weights]
+    assert transposes[GRAPH_FILE] and not transposes[HOST_FILE]
 
 
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop) -> None:
@@ -95,7 +96,7 @@ def engine(folder: Path, *, host: bool = True, slots: int = 1, threads: int = 1)
     facts = replace(facts, files=files)
     made = OrtEngine(folder, facts, slots=slots, max_outputs=48, threads=threads)
     for slot in range(slots) if facts.encoder else ():
-        rng = np.random.default_rng(slots - slot)  # the last slot reads the same in all
+        rng = np.random.default_rng(slots - slot)  # the last slot's source is the same in all
         if features := facts.encoder.features:
             shape = features.feature_size, features.frames
             made.encode(slot, Features(rng.standard_normal(shape, np.float32)))
@@ -125,8 +126,8 @@ def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
 def logits_in_calls(
     engine: OrtEngine, width: int, neighbours: int = 0, rows: int = 0
 ) -> npt.NDArray[np.float32]:
-    """Logits [48, V] of one text in calls of this width, last in a block of slots whose other texts
-    are at other lengths. rows: that the slots have from the start, at least."""
+    """Logits [48, V] of one text in calls of this width, in the last slot of a block. The texts in
+    the other slots have other lengths. rows: minimum number of rows the slots start with."""
     rng = np.random.default_rng(0)
     text, others = rng.integers(0, engine.vocab_size, 48), rng.integers(0, 99, (neighbours, 48))
     engine._reserve(np.array([rows]), 0)
@@ -155,7 +156,7 @@ def logits_in_calls(
 def test_bits_do_not_depend_on_the_call(
     workshop: Workshop, name: str, options: dict[str, Any]
 ) -> None:
-    """Width, chunk, neighbours, threads and rows: the logits of a text stay what they are."""
+    """The logits do not depend on width, chunks, neighbours, threads or the number of rows."""
     folder = workshop.graphs(workshop.example(name), **options) / "target"
     want = logits_in_calls(engine(folder), 16)
     for width in (1, 2, 3, 5, 9, 48):
@@ -164,12 +165,12 @@ def test_bits_do_not_depend_on_the_call(
     assert (
         logits_in_calls(engine(folder, slots=4, threads=2), 16, neighbours=3, rows=140) == want
     ).all()
-    if not options:  # A control: another order of the same sums is seen.
+    if not options:  # control: another order of the same sums differs
         assert (logits_in_calls(engine(folder, host=False), 16) != want).any()
 
 
 def test_rows_of_eight_bits(workshop: Workshop) -> None:
-    """The same model but for its rows' roundings. Its texts are in test_quantised.py."""
+    """The same model except for the rounding of cache rows. test_quantised.py checks its texts."""
     full = workshop.graphs(workshop.checkpoint("llama"))
     folder = workshop.graphs(workshop.checkpoint("llama"), cache_type="int8")
     facts, more = read_pair(folder).target, read_pair(full).target
@@ -178,17 +179,17 @@ def test_rows_of_eight_bits(workshop: Workshop) -> None:
     assert 2 * facts.cache_bytes(3) < more.cache_bytes(3)
     own, portable = walk(engine(folder / "target")), walk(engine(full / "target"))
     difference = np.abs(own - portable).max() / (1 + np.abs(portable).max())
-    assert 1e-4 < difference < 0.1, "its rows are rounded, and nothing else"
+    assert 1e-4 < difference < 0.1, "only the cache rows are rounded"
 
 
 def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_path: Path) -> None:
-    """One number of each value is 10,000 times the others, and the model does not look at it."""
+    """One element of each value row is 10,000 times the others, and the model ignores it."""
     source = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "outliers"))
 
     def stretch(weights: dict[str, Any]) -> None:
         for name, weight in weights.items():
             if name.endswith("v_proj.weight"):
-                weight[::16] *= 1e4  # the first of each head's 16
+                weight[::16] *= 1e4  # the first element of each head of 16
             if name.endswith("o_proj.weight"):
                 weight *= 10
                 weight[:, ::16] = 0
@@ -247,7 +248,7 @@ def test_what_is_told_wrong_is_found_out(
     function: str,
     wrong: Any,
 ) -> None:
-    """A control: what is kept is what agrees with the original."""
+    """Control: the graph is kept only if it agrees with the original."""
     source = workshop.example(name)
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
@@ -262,7 +263,7 @@ def test_what_is_told_wrong_is_found_out(
 
 @pytest.mark.parametrize(("scale", "moved"), [([16], True), ([4, 1, 16], False)])
 def test_a_norm_of_each_head_stays_behind_the_turn(scale: list[int], moved: bool) -> None:
-    """Fault: a scale [H, 1, D] multiplies [B, N, H, D]."""
+    """Fault: a scale [H, 1, D] was moved to multiply [B, N, H, D]."""
     rows = ir.Value(name="rows", shape=ir.Shape([1, 5, 4, 16]))
     weight = ir.Value(name="scale", shape=ir.Shape(scale))
     turn = ir.node("Transpose", [rows], {"perm": (0, 2, 1, 3)})
@@ -289,7 +290,7 @@ def test_other_masks_are_left_to_the_other_graph(rows: str) -> None:
 
 
 def test_other_biases_are_left_to_the_other_graph() -> None:
-    """A bias that is of the distance alone is read off; one that is of the row is not."""
+    """A bias is recognised if it depends on the distance alone, not if it depends on the row."""
     ages = np.subtract.outer(np.arange(4), np.arange(4))
     table = observing.bias_of(np.stack([-1.0 * ages, 2.0 * ages]), np.arange(4))
     assert table[:, :4].tolist() == [[-3, -2, -1, 0], [6, 4, 2, 0]]

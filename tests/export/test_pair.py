@@ -1,4 +1,4 @@
-"""Two checkpoints become one pair, whose parts are made once; and what that takes."""
+"""Two checkpoints become one pair, each part is exported once, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runtime.files.torch_files import WEIGHTS_FILE
 
 
 def test_a_pair_of_different_tokenizers(workshop: Workshop, refused: Refused) -> None:
-    """Refused before anything is exported, naming the first id and how many there are."""
+    """Refused before anything is exported, with the first differing id and the number of them."""
     other = [*TOKENS]
     other[139], other[140], other[141] = TOKENS[141], TOKENS[139], TOKENS[140]
     draft = workshop.checkpoint(TIED, tokens=tuple(other))
@@ -49,8 +49,8 @@ def test_a_pair_of_different_tokenizers(workshop: Workshop, refused: Refused) ->
 
 
 def test_a_narrower_draft_and_padding(workshop: Workshop) -> None:
-    """Widths padded differently, and tokens that the draft lacks: 264 tokens in 320 columns, and
-    257 in 260. Texts of this pair are in test_bits.py."""
+    """Vocabularies with different padding, and tokens that the draft lacks: 264 tokens in 320
+    columns, and 257 in 260. tests/session/test_bits.py checks the texts of this pair."""
     tokens = (*TOKENS, *(f"<extra {i}>" for i in range(7)))
     target = workshop.checkpoint(TIED, tokens=tokens, vocab_size=320, num_hidden_layers=1)
     draft = workshop.checkpoint(TIED, seed=7, vocab_size=260, num_hidden_layers=1)
@@ -62,7 +62,7 @@ def test_a_narrower_draft_and_padding(workshop: Workshop) -> None:
 
 
 def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
-    """Trap 18: the draft rides as far as it can, the target goes on alone."""
+    """The draft proposes tokens up to the end of its context; then the target continues alone."""
     target, draft = workshop.checkpoint(TIED), workshop.checkpoint("gpt2", **SHORT_DRAFT)
     pair = read_pair(workshop.graphs(target, draft))
     assert pair.draft is not None
@@ -78,7 +78,7 @@ def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ([5, 3, 5], 9, [3, 5]),  # the list that `generate` stops at
+        ([5, 3, 5], 9, [3, 5]),  # the list at which `generate` stops
         (7, 9, [7]),
         (None, [9, 4], [4, 9]),
         (None, None, [0]),  # the tokenizer's
@@ -101,7 +101,7 @@ def test_end_of_text_ids(
 def test_what_a_bundle_does_not_carry_is_named(
     tmp_path: Path, architecture: str, count: int
 ) -> None:
-    """A decoder's first token is forced where the prompt has one: not here."""
+    """forced_bos_token_id is ignored for a decoder-only model, but not for an encoder-decoder."""
     folder = write(tmp_path / "checkpoint", architecture)
     settings = {
         "typical_p": 0.5, "early_stopping": True, "renormalize_logits": True,
@@ -114,8 +114,8 @@ def test_what_a_bundle_does_not_carry_is_named(
 
 @pytest.mark.parametrize("architecture", [TIED, "bart"])
 def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architecture: str) -> None:
-    """As Transformers has it, whose configurations throw these fields away. Fault: a BART without
-    generation_config.json did not begin as it should, and repeated itself."""
+    """As in Transformers, although its configuration classes drop these fields. Fault: a BART
+    without generation_config.json began with the wrong token, and repeated itself."""
     folder = write(tmp_path / "checkpoint", architecture)
     settings = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "forced_bos_token_id": 5}
     (folder / "generation_config.json").unlink()
@@ -131,20 +131,20 @@ def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architec
         assert vocabulary.start_ids(found) == [expected.decoder_start_token_id, 5]
 
 
-@pytest.mark.parametrize("of_text", [9, None])
-def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | None) -> None:
-    """As `generate` has it, where its text has a configuration of its own."""
+@pytest.mark.parametrize("text_eos", [9, None])
+def test_the_whole_model_says_where_texts_end(tmp_path: Path, text_eos: int | None) -> None:
+    """As in `generate`, for a model with a nested text_config."""
     folder = write(tmp_path / "checkpoint", "qwen2.5-vl")
     (folder / "generation_config.json").unlink()
     text_config = json.loads((folder / "config.json").read_text())["text_config"]
-    changed = {**text_config, "eos_token_id": of_text}
+    changed = {**text_config, "eos_token_id": text_eos}
     edit_json(folder / "config.json", eos_token_id=5, text_config=changed)
     found = checkpoint.find(str(folder))
     assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == [5]
 
 
 def test_weights_that_need_not_be_there(tmp_path: Path) -> None:
-    """Pegasus' sines, which Transformers makes, and a constant that files of GPT-2 once had."""
+    """Pegasus' sinusoids, which Transformers computes, and a constant in old GPT-2 files."""
     sines, constant = "model.decoder.embed_positions.weight", "transformer.h.0.attn.masked_bias"
     pegasus, gpt2 = write(tmp_path / "pegasus", "pegasus"), write(tmp_path / "gpt2", "gpt2")
     edit_weights(pegasus, lambda w: w.pop(sines))
@@ -163,7 +163,7 @@ def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: 
     tokenizer_with_template = tokenizer()
     tokenizer_with_template.chat_template = template
     tokenizer_with_template.save_pretrained(copy)
-    out = workshop.graphs(copy)  # the graph is the cached one: words are no part of it
+    out = workshop.graphs(copy)  # the cached graph: the tokenizer is not part of its key
     pair = read_pair(out)
     assert pair.tokenizer.chat_template
     assert (out / "tokenizer" / "chat_template.jinja").read_text() == template
@@ -192,7 +192,7 @@ def test_parts_are_found_again_by_what_they_are_made_from(
 
     def record_export(*arguments: object) -> None:
         exported_keys.append(str(arguments[-1]))
-        raise StopIteration  # it would be exported
+        raise StopIteration  # an export would start here
 
     monkeypatch.setattr(part, "_export", record_export)
 
@@ -212,14 +212,14 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     assert len({key, *exported_keys}) == 4
     assert export_again(force=True) is None
     assert exported_keys[3:] == [key]
-    # One weight less precise than it was.
+    # One bit of one weight changed.
     weights = source / "model.safetensors"
     intact = weights.read_bytes()
     weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     assert export_again() is None
     weights.write_bytes(intact)
     assert export_again() is not None
-    # Parts that are not what they were.
+    # Damaged parts.
     for name in (GRAPH_FILE, WEIGHTS_FILE, PART_FILE):
         intact = (cache / key[:16] / name).read_bytes()
         for damaged in (intact[:-2], b"\0" + intact[1:], None):
@@ -248,7 +248,7 @@ def test_other_ways_to_store_weights(workshop: Workshop, tmp_path: Path, kind: s
     pair = export_pair(str(copy), None, tmp_path / "out", **options)
     made, wanted = pair.target.files, read_pair(workshop.graphs(source)).target.files
     assert made.keys() == wanted.keys()
-    assert made[WEIGHTS_FILE] == wanted[WEIGHTS_FILE]  # graphs number their nodes as they come
+    assert made[WEIGHTS_FILE] == wanted[WEIGHTS_FILE]  # node numbers in graphs may differ
 
 
 def test_other_code_in_a_subfolder_makes_another_graph(
@@ -276,7 +276,7 @@ from pathlib import Path
 import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
 from export.weights import quality
 
-quality.check_quality = lambda *_: None  # random weights are nonsense to begin with
+quality.check_quality = lambda *_: None  # quantised random weights would fail it
 
 def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -290,7 +290,7 @@ def watch():
     while not done.wait(0.005):
         peak = max(peak, resident("RssAnon"))
 
-watcher = threading.Thread(target=watch, daemon=True)  # a failure ends it
+watcher = threading.Thread(target=watch, daemon=True)  # daemon: it must not outlive a failure
 watcher.start()
 folder = Path(sys.argv[2])
 options = {"max_len": 64, "cache": folder / "cache", "weights": sys.argv[3]}
@@ -305,7 +305,7 @@ _DEEP = {
     "name": UNTIED, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6,
     "num_attention_heads": 16,
 }  # fmt: skip
-# Next to all of it is the embedding of all layers.
+# Nearly all of its weights are the per-layer embedding.
 _TABLES = {
     "name": "gemma4", "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536,
     "hidden_size": 256, "hidden_size_per_layer_input": 640, "enable_moe_block": False,
@@ -319,17 +319,17 @@ _TABLES = {
         (_DEEP, "full", 32, 0.5, 1.0),
         (_DEEP, "int8", 32, 1.2, 1.0),
         ({**_DEEP, "num_hidden_layers": 12}, "int8", 16, 1.9, 1.0),
-        (_TABLES, "int8", 16, 1.4, 2.0),  # which the graph has in 32
-        (_DEEP, "int8", 4, 1.4, 1.0),  # 2.3 where it was made dense first
+        (_TABLES, "int8", 16, 1.4, 2.0),  # the graph stores it in 32 bits
+        (_DEEP, "int8", 4, 1.4, 1.0),  # it was 2.3 when the weights were made dense first
     ],
 )
 def test_exporting_takes_little_memory_beside_the_files(
     tmp_path: Path, sizes: dict[str, Any], weights: str, bits: int, most: float, mapped: float
 ) -> None:
-    """Weights are read and written through mapped files, which the system can drop at any time;
-    what it cannot drop is a fraction of them, though the graph is run as well. Of quantised ones it
-    has the levels too, and the largest matrix at a time. A packed one has a byte a number before:
-    the sizes are those of its dense numbers."""
+    """Weights are read and written through mapped files, whose pages the system can drop at any
+    time; the anonymous memory is a fraction of their size, although the graph is run as well. For
+    quantised weights it also holds the levels, and one dense matrix at a time. Of a packed
+    checkpoint it holds one byte per weight; bounds are relative to the dense size."""
     source = write(tmp_path / "checkpoint", **sizes)
     if bits == 16:
         edit_weights(source, lambda w: w.update({name: x.bfloat16() for name, x in w.items()}))
@@ -350,5 +350,5 @@ def test_exporting_takes_little_memory_beside_the_files(
     assert process.returncode == 0, process.stderr
     anonymous, everything = map(int, process.stdout.split())
     assert anonymous < most * size
-    # Mapped pages included: the checkpoint more, beside what tracing makes PyTorch load.
+    # Mapped pages included: the checkpoint too, and the libraries that PyTorch loads for tracing.
     assert everything < (mapped + most) * size + 128 * 2**20

@@ -1,5 +1,5 @@
-"""Graphs with quantised weights: standard operators for all, our own for the CPU, and the same bits
-whatever the call."""
+"""Graphs with quantised weights: standard operators for all backends, Outrider's own operators for
+the CPU, and results that do not depend on the call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BITS = {"int4": {INT4, INT8}, "int8": {INT8}}
     ids="-".join,
 )
 def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, str]:
-    """A tied output matrix; an untied one, and biases; rows of 8 bits too."""
+    """A tied output matrix; an untied one and biases; 8-bit cache rows too."""
     name, weights, *cache = request.param
     options = {"cache_type": cache[0]} if cache else {}
     return workshop.graphs(workshop.checkpoint(name), weights=weights, **options), weights
@@ -64,7 +64,7 @@ def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, st
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_model_of_matrices_alone(workshop: Workshop, weights: str) -> None:
-    """Fault: nobody could say of which type it is once they were quantised."""
+    """Fault: once all matrices were quantised, the dtype of the model could not be determined."""
     target = workshop.checkpoint("olmo", num_hidden_layers=1)
     assert read_pair(workshop.graphs(target, weights=weights)).target.quality
 
@@ -73,8 +73,8 @@ def test_a_model_of_matrices_alone(workshop: Workshop, weights: str) -> None:
 def test_an_encoder_decoder_is_held_against_doubles(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Where roundings are large, as with T5's scores: the graph may be as far off as the original.
-    Fault: with fewer bits it was refused for what full precision was not."""
+    """If roundings are large, as with T5's scores, the graph may differ from float64 as much as the
+    original does. Fault: quantised weights were refused for an error allowed in full precision."""
     monkeypatch.setitem(compare.TOLERANCE, "float32", 1e-12)
     options = {"max_len": MAX_LEN, "weights": "int8", "cache": tmp_path / "cache"}
     layers = {"num_layers": 1} if name == "t5" else SMALL
@@ -86,7 +86,7 @@ def test_an_encoder_decoder_is_held_against_doubles(
 
 @pytest.fixture
 def halves(workshop: Workshop, tmp_path: Path, request: pytest.FixtureRequest) -> list[Path]:
-    """The same numbers in 16 bits, and in 32."""
+    """The same weights stored in 16 bits, and in 32."""
     folders = []
     source = workshop.checkpoint(request.param, **SMALL)
     for dtype in (torch.bfloat16, torch.float32):
@@ -105,8 +105,9 @@ def halves(workshop: Workshop, tmp_path: Path, request: pytest.FixtureRequest) -
 def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
     halves: list[Path], table_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the levels are those of 32, written in pieces or at once. Gemma rounds a factor if it is
-    made in 16 bits. table_count: of matrices, a layer's experts as one."""
+    """The levels equal those made from 32-bit weights, written in pieces or at once. Gemma would
+    round a factor if it was built in 16 bits. table_count: number of matrices that stay in 16 bits;
+    the experts of a layer count as one."""
     table_counts: list[int] = []
 
     def counted(model: torch.nn.Module, *given: Any, **more: Any) -> Any:
@@ -133,8 +134,8 @@ def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
 def test_what_is_no_matrix_of_sixteen_bits_is_not_rounded(
     workshop: Workshop, tmp_path: Path, name: str, table_count: int, file: str
 ) -> None:
-    """Norms beside them have 32; a table is asked by rows; what sees is let go of. Fault: of a file
-    with the output matrix's name alone, the table that is tied to it was as narrow."""
+    """Norms beside the matrices have 32 bits, a table is read by rows, and the vision part is
+    dropped. Fault: if a file had only the output matrix's name, the tied embedding was narrow."""
     folder = Path(shutil.copytree(workshop.checkpoint(name), tmp_path / "mixed"))
     stored_weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -166,10 +167,10 @@ def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path
     sources = [made[node.input[1]] for node in products]
     assert {node.op_type for node in sources} == {"DequantizeLinear"}
     assert {types[node.input[0]] for node in sources} == BITS[weights]
-    # ONNX Runtime and TensorRT fuse what belongs to one product alone.
+    # ONNX Runtime and TensorRT fuse a DequantizeLinear only if one product reads it.
     shared = Counter(name for node in sources for name in node.input)
     assert set(shared.values()) == {1}
-    # Of two layers, side by side where they read the same.
+    # 4 products in each of 2 layers: those that read the same input are concatenated.
     apart = sum(
         made.get(node.input[0]) in products for node in model.graph.node if node.op_type == "Concat"
     )
@@ -178,7 +179,7 @@ def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_weights_that_are_the_same(workshop: Workshop, tmp_path: Path, weights: str) -> None:
-    """Fault: torch makes one of equal tensors, whose transposed copies then have one name."""
+    """Fault: torch deduplicates equal tensors, so their transposed copies had the same name."""
     checkpoint = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "same"))
 
     def repeat(tensors: dict[str, torch.Tensor]) -> None:
@@ -196,7 +197,7 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
     folder, _ = graphs
     found = nodes(folder, HOST_FILE)
     assert found["outrider.QuantizedMatMul"] == 9
-    assert found["outrider.QuantizedGather"] == 1 and found[".Gather"] == 1  # of positions
+    assert found["outrider.QuantizedGather"] == 1 and found[".Gather"] == 1  # rows that get logits
     assert not found[".MatMul"] and not found[".DequantizeLinear"]
     facts = read_pair(folder).target
     own = "QuantizedCacheAttention" if facts.cache else "Attention"
@@ -212,7 +213,7 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
 def test_products_of_one_input_are_one_node_whatever_their_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, apart: int
 ) -> None:
-    """Values of the first layer have 8, keys of the second, and all but gates."""
+    """8 bits: the first layer's values, the second's keys, and all other matrices but the gates."""
     eight = ["0.self_attn.v", "1.self_attn.k", "o_proj", "up_proj", "down_proj"]
 
     def choose(costs: dict[str, float], *_: Any) -> list[str]:
@@ -230,7 +231,7 @@ def test_products_of_one_input_are_one_node_whatever_their_bits(
     products = of_type(tmp_path / "graphs", "QuantizedMatMul", HOST_FILE)
     assert sum(len(node.input) == 5 for node in products) == 4 - apart
     assert nodes(tmp_path / "graphs", GRAPH_FILE)[".MatMul"] == 9 + 4
-    # Attention reads the first layer's queries, keys and values as they come, the second's apart.
+    # Attention reads queries, keys and values as one input in the first layer, apart in the second.
     attention = of_type(tmp_path / "graphs", "Attention", HOST_FILE)
     assert [bool(node.input[1]) for node in attention] == [False, True]
 
@@ -260,7 +261,7 @@ def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
             assert axis == {"axis": 0, "block_size": 32} and scales.dims == [rows // 32, outputs]
         else:
             assert axis == {"axis": 1} and scales.dims == [outputs]
-    # The output matrix reads positions that nothing has transposed (`_gather_positions`).
+    # The output matrix reads gathered positions, not transposed ones (`_gather_positions`).
     assert made[products[-1].input[0]].op_type == "Gather"
 
 
@@ -301,11 +302,11 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
 def test_experts_that_are_not_chosen_are_not_asked(
     workshop: Workshop, name: str, weights: str
 ) -> None:
-    """By the graph for the CPU; that for all backends computes all of them. gpt-oss has biases, and
-    its matrices lie the other way round."""
+    """The graph for the CPU skips them; the portable graph computes all experts. gpt-oss has
+    biases, and its matrices are transposed."""
     bundle = workshop.bundle(workshop.checkpoint(name), weights=weights)
     found = nodes(bundle, HOST_FILE)
-    layers = 1 if name == "deepseek3" else 2  # its first has no experts
+    layers = 1 if name == "deepseek3" else 2  # its first layer has no experts
     assert found["outrider.QuantizedExperts"] == 2 * layers
     assert not found[".DequantizeLinear"] and not found[".OneHot"] and not found[".Equal"]
     facts = read_bundle(bundle).pair.target
@@ -325,7 +326,7 @@ def test_experts_that_are_not_chosen_are_not_asked(
     ),
 )
 def test_an_encoder_decoder(workshop: Workshop, name: str, weights: str, draft: str | None) -> None:
-    """Both of its graphs have our products; its texts are those of any number of drafted tokens."""
+    """Both of its graphs use QuantizedMatMul, and its texts do not depend on gamma."""
     small = {"num_layers": 1} if name == "t5" else {"encoder_layers": 1, "decoder_layers": 1}
     drafter = Path(draft) if draft else None
     bundle = workshop.bundle(workshop.checkpoint(name, **small), drafter, weights=weights)

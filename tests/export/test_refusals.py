@@ -1,4 +1,4 @@
-"""What cannot be exported, or would be exported in part, is refused by name, and leaves nothing."""
+"""Models that cannot be exported, or only in part, are refused by name and leave no files."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture
 def copy(workshop: Workshop, tmp_path: Path) -> Path:
-    """An untied model: what it lacks cannot be taken from elsewhere."""
+    """A copy of an untied model: no missing tensor can be taken from another one."""
     return Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
 
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No graph is made: each MAX_LEN that one was asked for."""
+    """Stop before a graph is made; record each requested MAX_LEN."""
     requested_lengths: list[int] = []
 
     def make(request: part.PartRequest, *_: object) -> None:
@@ -94,8 +94,8 @@ def test_architectures_that_the_graph_cannot_express(
 def test_what_a_recurrent_state_is_not_exported_with(
     workshop: Workshop, refused: Refused, name: str, option: str, value: str, kind: str, cause: str
 ) -> None:
-    """As soon as it is loaded: what follows takes minutes. Fault: a state that float32 decays made
-    float16 the architecture's failure."""
+    """Refused as soon as the model is loaded, before minutes of work. Fault: float16 was reported
+    as a failure of the architecture, because the state decays in float32."""
     message = refused(workshop.checkpoint(name), f"--{option}", value, "--max-len", "64", kind=kind)
     assert cause in message
     assert "run the original" not in message
@@ -104,7 +104,7 @@ def test_what_a_recurrent_state_is_not_exported_with(
 def test_a_recurrent_state_that_another_backend_was_given_before(
     workshop: Workshop, refused: Refused
 ) -> None:
-    """Fault: a part that is found again was handed to any backend."""
+    """Fault: a cached part was given to any backend."""
     target = workshop.example("lfm2")
     workshop.graphs(target, workshop.checkpoint("lfm2", blur=0.1), max_gamma=1)
     options = ["--max-len", f"{MAX_LEN}", "--max-gamma", "1", "--cache", f"{workshop.cache}"]
@@ -130,14 +130,14 @@ def test_small_weights_do_not_hide_that_tokens_look_ahead(
 def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
     tmp_path: Path, refused: Refused
 ) -> None:
-    config = CONFIG_MAPPING["granitemoehybrid"]  # as small as it gets, all of its layers are linear
+    config = CONFIG_MAPPING["granitemoehybrid"]  # in this tiny one all layers are linear
     assert write_any(tmp_path / "hybrid", config, MODEL_FOR_CAUSAL_LM_MAPPING[config]) is None
     message = refused(tmp_path / "hybrid", "--weights", "int8", kind="architecture")
     assert "it does not generate with a KV cache" in message
 
 
 def test_attention_that_the_graph_cannot_express() -> None:
-    """Architectures not written yet: a bias, a mask of their own."""
+    """Hypothetical architectures with an attention bias, or a mask of their own."""
     rows = torch.zeros(1, 2, 3, 4)
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     with pytest.raises(decoder.UnsupportedArchitecture, match="its attention takes alibi"):
@@ -161,7 +161,7 @@ def test_what_torch_says_of_code_is_a_reason(message: str, reason: str) -> None:
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
 def test_rope_that_changes_with_the_length(workshop: Workshop, refused: Refused, name: str) -> None:
-    """Within the original context they are exact: see the random walk, and test_transformers."""
+    """Within the original context they are exact: see test_graph.py and test_transformers.py."""
     long = "--max-len", str(CONTEXT // 2 + 1)
     message = refused(workshop.checkpoint(name), *long, kind="architecture")
     assert "position embeddings" in message and f"Build with MAX_LEN={CONTEXT // 2}." in message
@@ -177,7 +177,7 @@ def test_max_len(workshop: Workshop, stopped: list[int], refused: Refused) -> No
     assert stopped == [CONTEXT, DEFAULT_MAX_LEN, 99]
 
 
-# Folders that only look like a checkpoint, or hold more than its graph would
+# Folders that are not a valid checkpoint, or contain more than the graph would
 
 
 def _json(name: str, **fields: Any) -> Damage:
@@ -303,8 +303,8 @@ def test_checkpoints_that_are_refused(copy: Path, refused: Refused, what: str) -
 def test_a_marian_with_sentencepiece_files(
     workshop: Workshop, tmp_path: Path, refused: Refused
 ) -> None:
-    """As on the hub: its class in Transformers reads those alone, where their library is there. A
-    tokenizer.json beside them is enough."""
+    """As on the hub: Transformers' MarianTokenizer reads only those files, and needs SentencePiece.
+    A tokenizer.json beside them is enough."""
     marian = Path(shutil.copytree(workshop.checkpoint("marian"), tmp_path / "marian"))
     _json("tokenizer_config.json", tokenizer_class="MarianTokenizer")(marian)
     (marian / "source.spm").write_bytes(b"")
@@ -322,7 +322,7 @@ def test_names_of_nothing(copy: Path, refused: Refused) -> None:
 
 
 def test_a_model_that_memory_does_not_hold(copy: Path) -> None:
-    """Fault: the remedy was to download it again."""
+    """Fault: the error told the user to download the model again."""
     edit_json(copy / "config.json", vocab_size=10**12)
     with pytest.raises(MemoryError):
         loading.load(find(str(copy)), torch.float32)
@@ -347,15 +347,15 @@ def test_a_foreign_folder_is_refused_before_the_work(
 def test_a_model_without_an_end_is_said(
     copy: Path, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its texts end by length alone, which may be meant."""
+    """Its texts end only at the length limit, which may be intended, so it is just a note."""
     message = "names no eos_token_id"
-    assert message not in command(capsys, tmp_path, copy)[1]  # the control: 0 is an end
+    assert message not in command(capsys, tmp_path, copy)[1]  # control: token 0 ends a text
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _json(name, eos_token_id=None, eos_token=None)(copy)
     assert message in command(capsys, tmp_path, copy)[1]
 
 
-OF_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
+CONTENT_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -363,12 +363,12 @@ OF_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
     [
         ("jinja", "{% for m in messages %}{{ m.content }}{% endfor %}"),
         ("jinja", "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}"),
-        ("jinja", OF_PARTS),
-        ("json", OF_PARTS),
+        ("jinja", CONTENT_PARTS),
+        ("json", CONTENT_PARTS),
     ],
 )
 def test_templates_that_are_fine(copy: Path, ending: str, template: str) -> None:
-    """Of texts, of parts, and with what only chat templates have; a processor's too."""
+    """Content as text and as parts, extensions of chat templates, and a processor's template."""
     content = json.dumps({"chat_template": template}) if ending == "json" else template
     (copy / f"chat_template.{ending}").write_text(content)
     found = find(str(copy))
@@ -376,7 +376,7 @@ def test_templates_that_are_fine(copy: Path, ending: str, template: str) -> None
     assert write_tokenizer(found, load_tokenizer(found), copy).chat_template
 
 
-# Code that a checkpoint brings along is never run, whatever stdin says
+# Code that comes with a checkpoint is never run, even if stdin would confirm it
 
 CODE = """
 from pathlib import Path
@@ -389,7 +389,7 @@ class Odd(PretrainedConfig):
 
 @pytest.fixture
 def code_ran_marker(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that the checkpoint's code makes; somebody would say yes to running it."""
+    """The file that the checkpoint's code would create. Any prompt for permission gets a yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     created = tmp_path / "ran"
@@ -398,22 +398,22 @@ def code_ran_marker(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "of"), [("odd", "AutoConfig"), ("distilbert", "AutoModelForCausalLM")]
+    ("model_type", "auto_class"), [("odd", "AutoConfig"), ("distilbert", "AutoModelForCausalLM")]
 )
 def test_a_checkpoints_code_is_never_run(
-    copy: Path, code_ran_marker: Path, refused: Refused, model_type: str, of: str
+    copy: Path, code_ran_marker: Path, refused: Refused, model_type: str, auto_class: str
 ) -> None:
-    """The control: Transformers would run it, where it is left to ask."""
-    _config(model_type=model_type, auto_map={of: "odd.Odd"})(copy)
+    """Control: Transformers itself, which asks for permission, would run it."""
+    _config(model_type=model_type, auto_map={auto_class: "odd.Odd"})(copy)
     assert "requires its own code" in refused(copy, kind="architecture")
     assert not code_ran_marker.exists()
-    if of == "AutoConfig":
+    if auto_class == "AutoConfig":
         AutoConfig.from_pretrained(copy)
         assert code_ran_marker.exists()
 
 
 def test_a_tokenizers_code_is_never_run(copy: Path, code_ran_marker: Path) -> None:
-    """Its tokenizer.json says all."""
+    """Its tokenizer.json is sufficient."""
     code = {"AutoTokenizer": ["odd.Odd", "odd.Odd"]}
     _json("tokenizer_config.json", tokenizer_class="Odd", auto_map=code)(copy)
     with contextlib.suppress(OutriderError):

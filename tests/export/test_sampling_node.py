@@ -1,5 +1,5 @@
 """The graph's sampling node on ONNX Runtime: it agrees with the reference and the library token for
-token, and its rule is exact by enumeration. TensorRT's side is test_tensorrt_plugin.py.
+token, and enumeration shows that its rule is exact. TensorRT: test_tensorrt_plugin.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OUTPUTS = {
 
 
 def session(function, inputs, outputs, before=(), renamed=None, **attributes):
-    """ONNX Runtime with one node that calls `function`. before: nodes that make its inputs."""
+    """A session with one node that calls `function`. before: nodes that compute its inputs."""
     names = [(renamed or {}).get(name, name) for name in inputs]
     domain = sampling_functions.DOMAIN
     node = helper.make_node(function, names, list(outputs), domain=domain, **attributes)
@@ -91,7 +91,7 @@ def judge():
 
 
 def places_of(case, params):
-    """Without the suppression that the node lacks."""
+    """The case's places without suppression, which the node does not support."""
     return [replace(place, suppress_rows=0) for place in case.places(params)]
 
 
@@ -159,7 +159,7 @@ def test_agrees_with_the_library(vocab_size, name, dtype):
             got = answers(run, feed(*sources, drafts, places))
             assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
             rejected += sum(accepted < gamma for accepted, *_ in got)
-    assert rejected > 5 or params.lenience < 1  # not only the easy half
+    assert rejected > 5 or params.lenience < 1  # rejections occur too
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -197,7 +197,7 @@ def test_slots_are_independent():
 @pytest.mark.parametrize("widths", [(40, 29), (29, 40), (64, 64)])
 @pytest.mark.parametrize("vocab_size", [None, 33])
 def test_widths_of_target_and_draft(widths, vocab_size):
-    """Beyond a row's width, and beyond the vocabulary, probability is 0."""
+    """Tokens beyond a row's width, or beyond the vocabulary, have probability 0."""
     run = verifier(**({} if vocab_size is None else {"vocab_size": vocab_size}))
     case = Case(34, 64, 3, slots=6)
     case.target, case.p = (array[:, :, : widths[0]] for array in (case.target, case.p))
@@ -219,12 +219,12 @@ def test_broken_rows_and_parameters():
     target, draft = case.target.copy(), case.draft.copy()
     drafts = draft.argmax(axis=2)
     best = np.take_along_axis(target[:, :2], drafts[..., None], 2)
-    np.put_along_axis(target[:, :2], drafts[..., None], best + 40, 2)  # all stand
+    np.put_along_axis(target[:, :2], drafts[..., None], best + 40, 2)  # all are accepted
     target[0, 0, 3], target[1, 1] = nan, -inf
     target[2, 2, :2] = nan, inf
     target[3, 0, 4] = draft[4, 1, 4] = inf
     target[5, 0] = draft[5, 0]
-    target[5, 0, drafts[5, 0]] = -inf  # rejected, so what follows is never looked at
+    target[5, 0, drafts[5, 0]] = -inf  # rejected, so later rows are not read
     target[5, 1:] = draft[5, 1:] = nan
     given = feed(target, draft, drafts, places)
     given["gamma"][6] = -1
@@ -248,7 +248,7 @@ def test_broken_rows_and_parameters():
 
 
 def graph_rounds(run):
-    """enumeration.rounds by a session of `Judge`."""
+    """`enumeration.rounds` computed by a session of `Judge`."""
 
     def rounds(_, models, drafts, params):
         count, gamma = len(drafts), models.gamma
@@ -364,7 +364,7 @@ def test_what_tensorrts_parser_looks_for(workshop):
     assert found == {
         "plugin_namespace": "outrider", "plugin_version": "1", "rule": "token", "vocab_size": 257
     }  # fmt: skip
-    # Its local functions are found by name alone: none may have a standard operator's.
+    # The parser finds local functions by name alone: none may have a standard operator's name.
     standard = {schema.name for schema in onnx.defs.get_all_schemas()}
     assert not {function.name for function in sampling_functions.functions()} & standard
     for function in sampling_functions.functions():
@@ -376,7 +376,7 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / WEIGHTS_FILE).touch()
-    capsys.readouterr()  # of an export
+    capsys.readouterr()  # discard the output of the export
 
     def refused(*options, graph=folder, out=tmp_path / "verify"):
         assert main(["--graph", str(graph), "--out", str(out), *options]) > 0

@@ -1,10 +1,10 @@
-"""At temperature 0 a bundle says token for token what Transformers' `generate` says.
+"""At temperature 0 a bundle generates exactly the tokens of Transformers' `generate`.
 
-Every architecture, as exported, compiled and decoded by this repository, against the eager model
-with its own cache: prompts of one token, of five, and longer than the sliding window, with a draft
-that is nearly always wrong. What drafts of every kind leave in a cache is test_graph.py's walk, and
-the rounds' own tests. Speculating and plain texts share the calls of three slots; one slot runs a
-graph of its own. Every gamma, in batches of its own: `make test-slow`.
+Every architecture is exported, compiled and decoded by this repository, and compared with the eager
+model with its own cache: prompts of one token, of five, and longer than the sliding window, with a
+draft that is nearly always wrong. The cache contents after rejected drafts are tested by the random
+walk of test_graph.py and by the tests of rounds. Speculative and plain requests share the calls of
+three slots; one slot runs a graph of its own. Each gamma in its own batch: `make test-slow`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from runtime.files.manifest import HOST_FILE
 
 GAMMAS = (0, 1, 2, 4, 8)
 
-# One of each way to build a decoder: tied and grouped; a window; biases; norms of queries and keys;
-# soft caps and mixed windows; packed products; learned positions; experts; positions of three
-# numbers; a recurrent state. The others are near one of them.
+# One of each kind of decoder: tied and grouped; a window; biases; norms of queries and keys; soft
+# caps and mixed windows; packed products and learned positions; experts; positions of three
+# numbers; a recurrent state. The others resemble one of them.
 FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl", "qwen3.5"]
 SLOW = [
     "llama3", "gemma3", "gemma4", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi",
@@ -78,13 +78,13 @@ def test_greedy_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("name", cases(["mistral"], SLIDING))
 def test_control_the_window_slides(workshop: Workshop, name: str) -> None:
-    """Without its window the same checkpoint says something else, so equality saw it slide."""
+    """Without its window the checkpoint generates another text, so equality proves the window."""
     checkpoint = workshop.example(name)
     windowed = original_of(checkpoint)
     assert windowed.model.config.sliding_window == WINDOW
     full = Original(checkpoint, sliding_window=10 * WINDOW)
     assert windowed.text(PROMPTS[2]) != full.text(PROMPTS[2])
-    # Only by sliding: within the window there is no difference.
+    # Within the window there is no difference.
     assert windowed.text(PROMPTS[0])[: WINDOW - 1] == full.text(PROMPTS[0])[: WINDOW - 1]
 
 
@@ -101,10 +101,10 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
     assert [token.id for token in tokens] != original_of(checkpoint).text(PROMPTS[2])
 
 
-# The first numbers its tokens otherwise where nobody does; a checkpoint of the second is of a
-# classifier, which Transformers' own list of decoders overlooks.
+# The first numbers its positions differently if none are given; the second's checkpoint is a
+# classifier's, although Transformers lists the model as a decoder.
 OTHERWISE = {"kosmos-2.5": "difference", "shieldgemma2": "checkpoint"}
-# Of configurations that are made of the fields' usual names, and fit nothing.
+# Errors of configurations that were made from common field names and are inconsistent.
 ODD = (
     "Transformers itself cannot run", "differ from its config.json", "has eos_token_id",
     "split_with_sizes",
@@ -122,12 +122,12 @@ ODD = (
 def test_every_decoder_is_exported_or_refused_by_name(
     kind: str, mapping: Any, tmp_path: Path
 ) -> None:
-    """Nothing ends in another error, nor in a graph that says something else. Experts of few bits
-    are asked alone."""
+    """No architecture ends in another error or in a graph with other logits. Quantised experts are
+    computed one by one."""
     config = CONFIG_MAPPING[kind]
     try:
         reason = write_any(tmp_path / kind, config, mapping[config])
-    except Exception as error:  # noqa: BLE001 - some cannot even be made as they are by default
+    except Exception as error:  # noqa: BLE001 - some defaults cannot be built
         reason = type(error).__name__
     if reason is not None:
         pytest.skip(f"no tiny {kind}: {reason}")

@@ -1,4 +1,4 @@
-"""Quantised weights: what levels and scales may be, what they cost, and how that is measured."""
+"""Quantised weights: valid levels and scales, the error they cause, and how it is measured."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _random(rows: int, columns: int) -> Matrix:
 
 
 def round_to_nearest(weight: Matrix, bits: Bits) -> Quantised:
-    """To the nearest levels, each number for itself."""
+    """Quantise without error feedback: each number separately, to the nearest level."""
     return {4: quantise4, 8: quantise8}[bits](torch.from_numpy(weight))
 
 
 def _widest(weight: Matrix, bits: Bits) -> Matrix:
-    """Rounded to nearest with the scale that fits a block's largest number into the range."""
+    """Round to nearest with the scale that just fits the largest number of a block."""
     rows, columns = weight.shape
     blocks = np.pad(weight, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
     max_level = RANGE[bits][1]
@@ -75,7 +75,7 @@ def _model(architecture: str = "llama", **options: Any) -> PreTrainedModel:
         kind = AutoModelForSeq2SeqLM
     model: PreTrainedModel = kind.from_config(config, **options)
     model.eval().requires_grad_(False)
-    for parameter in model.parameters():  # larger than a fresh model's: it shall prefer something
+    for parameter in model.parameters():  # larger than initialised: logits must not be flat
         if parameter.dim() == 2:
             parameter.mul_(8)
     return model
@@ -92,7 +92,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
     assert (weight == given).all() and made.levels.shape == shape and made.levels.dtype == np.int8
     assert made.scales.shape == (shape[0], -(-shape[1] // BLOCK))
     assert made.scales.dtype == np.float16 and np.isfinite(made.scales).all()
-    assert bits == 4 or (made.scales >= 0).all()  # TensorRT takes no others of 8 bits
+    assert bits == 4 or (made.scales >= 0).all()  # TensorRT rejects negative 8-bit scales
     assert RANGE[bits][0] <= made.levels.min() and made.levels.max() <= RANGE[bits][1]
     for start in range(0, shape[1], BLOCK):
         here = np.s_[:, start : start + BLOCK]
@@ -121,7 +121,7 @@ def _half(scale: Matrix) -> Matrix:
 
 
 def _expected_rounding(blocks: Matrix) -> tuple[Matrix, Matrix]:
-    """Levels [N, 32] and scales [N] as outrider_rounding.cpp says that they are chosen, number by
+    """Levels [N, 32] and scales [N] by the rule documented in outrider_rounding.cpp, number by
     number in float32."""
     peak = np.where(-blocks.min(1) > blocks.max(1), blocks.min(1), blocks.max(1))
     widest = _half(np.abs(peak) / np.float32(7))
@@ -143,12 +143,12 @@ def _expected_rounding(blocks: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def test_the_scales_of_four_bits_are_those_of_the_rule() -> None:
-    """To the bit, for numbers of every size, for ties, and at the ends of float16."""
+    """Bitwise equal, for numbers of all magnitudes, ties, and the limits of float16."""
     drawn = _random(400, 32)
     whole = np.random.default_rng(2).integers(-6, 7, (400, 32)).astype(np.float32)
-    whole[:, :2] = 7, 3.5  # with a scale of 1 all are levels but one, which is between two
+    whole[:, :2] = 7, 3.5  # with a scale of 1 all are levels except 3.5, a tie
     clipped = np.full((1, 32), 140_686, np.float32)
-    clipped[0, :2] = 458_528  # the largest there is; fitted, its scale would be 67,968
+    clipped[0, :2] = 458_528  # the largest value allowed; the fitted scale would be 67,968
     sizes = [drawn * np.float32(size) for size in (3e-7, 2e-5, 0.02, 1, 1e4)]
     blocks = np.concatenate([*sizes, whole, np.full((1, 32), 0.3, np.float32), clipped])
     made, (levels, scales) = round_to_nearest(blocks, 4), _expected_rounding(blocks)
@@ -163,7 +163,7 @@ def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     random = np.random.default_rng(1)
     lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
     levels = random.integers(lowest, highest, (16, 96), endpoint=True)
-    levels[:, ::BLOCK] = lowest  # the whole range, on one side
+    levels[:, ::BLOCK] = lowest  # the lowest level occurs in each block
     signs = [0.5, 0.25, -0.125 if bits == 4 else 0.125]
     scales = np.repeat(random.choice(signs, (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
@@ -176,7 +176,7 @@ def test_blocks_of_nothing_of_next_to_nothing_and_with_one_huge_number(bits: Bit
     weight[1] = 1e-30
     weight[2] = 0.01
     weight[2, 5] = -1000
-    weight[3] = 3e-5  # its scale of 8 bits is one of the few smallest that float16 has
+    weight[3] = 3e-5  # its 8-bit scale is a float16 subnormal
     made = round_to_nearest(weight, bits).dense()
     assert (made[:2] == 0).all()
     assert abs(made[2, 5] + 1000) < 1 and (np.delete(made[2], 5) == 0).all()
@@ -207,7 +207,7 @@ def test_a_row_has_the_scale_of_its_largest_number_and_the_nearest_levels(
     error = np.abs(made.dense() - weight)
     bound = scales / 2 if kind == "int8" else np.maximum(np.abs(weight) / 16, scales / 2**10)
     assert (error <= 1.01 * bound).all()
-    assert kind == "int8" or len(weight) == 1 or error.max() > scales.max() / 2  # it is no int8
+    assert kind == "int8" or len(weight) == 1 or error.max() > scales.max() / 2  # coarser than int8
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -260,7 +260,7 @@ def test_text_of_the_user_is_cut_into_windows() -> None:
     assert ids.tolist() == [list(range(10)), list(range(10, 20))]
     assert windows(list(range(7)), 10, 64).tolist() == [list(range(7))]
     assert windows(list(range(100)), 10, 3).shape == (3, 10)
-    assert windows([1, 2, 3], 1, 8, first=9).shape == (3, 2)  # room for one token is made two
+    assert windows([1, 2, 3], 1, 8, first=9).shape == (3, 2)  # the minimum is two tokens
     begun = windows(list(range(23)), 10, 64, first=99).tolist()
     assert begun == [[99, *range(9)], [99, *range(9, 18)]]
     with pytest.raises(OutriderError, match="fewer than 2 tokens: 1"):
@@ -269,7 +269,7 @@ def test_text_of_the_user_is_cut_into_windows() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop, name: str) -> None:
-    """But what an encoder reads is the text alone."""
+    """An encoder's source has no start token."""
     checkpoint = find(str(workshop.checkpoint(name)))
     model, text = load(checkpoint, torch.float32), list(range(50, 150))
     step = Quantising("target", "int8", checkpoint, text, shares_encoder=False)
@@ -294,10 +294,10 @@ def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
         len(messages) == 23 and messages[0] == "token 2 of 24" and messages[-1] == "token 24 of 24"
     )
     assert (ids[:, 0] == 0).all() and (ids != sample(model, 4, 24, seed=1)).any()
-    # Its perplexity on what it wrote itself is far below that on any tokens.
+    # Its perplexity on its own text is far below that on random tokens.
     other = torch.randint(257, (4, 24), generator=torch.Generator().manual_seed(0))
-    own, foreign = (model(input_ids=x, labels=x).loss.exp() for x in (ids, other))
-    assert own < foreign / 2
+    own, random = (model(input_ids=x, labels=x).loss.exp() for x in (ids, other))
+    assert own < random / 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "mixtral", "gpt-oss"])
@@ -355,7 +355,7 @@ def test_what_decides_between_experts_is_left_whatever_its_name_is(
 
 
 def test_a_layer_that_does_more_than_multiply_is_left() -> None:
-    """Fault: DeepSeek 4's, which multiplies in groups, became one that does not."""
+    """Fault: a grouped linear layer of DeepSeek 4 was replaced by an ordinary one."""
 
     class Grouped(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_a_layer_that_does_more_than_multiply_is_left() -> None:
 
 
 def test_experts_of_half_precision_stay_as_they_are() -> None:
-    """Fault: they became float32 when others were made wide."""
+    """Fault: they became float32 when the other weights were widened."""
     model = _model("qwen3-moe").to(torch.float16)
     before = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
     assert before and not before.keys() & quantise_model(model, 8, rows="int8").keys()
@@ -381,8 +381,8 @@ def test_experts_of_half_precision_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt-oss"])
 def test_experts_that_are_asked_alone_say_what_all_of_them_do(architecture: str) -> None:
-    """One by one, as those of few bits compute, against Transformers' own; in 8 bits and float64,
-    and in 16 bits that are made wide."""
+    """Experts computed one by one, as quantised ones are, against Transformers' implementation: in
+    8 bits and float64, and in 16 bits that are widened."""
     model, ids = _model(architecture), torch.arange(24)[None]
     with torch.no_grad():
         full = model(input_ids=ids).logits
@@ -404,7 +404,7 @@ def test_experts_that_are_asked_alone_say_what_all_of_them_do(architecture: str)
 
 
 def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:
-    model = _model("gemma3")  # it multiplies by the square root of the width
+    model = _model("gemma3")  # it multiplies rows by the square root of the width
     ids, embedding = torch.arange(9)[None], model.get_input_embeddings()
     before = embedding(ids)
     made = quantise_model(model, 8)
@@ -415,14 +415,14 @@ def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:
 
 
 def _mixture() -> PreTrainedModel:
-    """The same, computed by two of eight experts that know as much, in an order of their own."""
+    """The trained model as a mixture: two of eight experts, each the MLP with permuted neurons."""
     dense, random = trained(), torch.Generator().manual_seed(0)
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
     config = MixtralConfig(**{**dense.config.to_dict(), **sizes, "model_type": "mixtral"})
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     model.load_state_dict(dense.state_dict(), strict=False)
-    for layer, of_dense in zip(model.model.layers, dense.model.layers, strict=True):
-        mlp, experts = of_dense.mlp, layer.mlp.experts
+    for layer, dense_layer in zip(model.model.layers, dense.model.layers, strict=True):
+        mlp, experts = dense_layer.mlp, layer.mlp.experts
         for expert in range(8):
             order = torch.randperm(config.intermediate_size, generator=random)
             both = [mlp.gate_proj.weight[order], mlp.up_proj.weight[order]]
@@ -435,23 +435,23 @@ def _mixture() -> PreTrainedModel:
     return mixture
 
 
-@pytest.mark.parametrize(("trained", "much"), [(trained, 0.8), (_mixture, 0.55)])
+@pytest.mark.parametrize(("make_model", "ratio"), [(trained, 0.8), (_mixture, 0.55)])
 def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
-    trained: Callable[[], PreTrainedModel], much: float
+    make_model: Callable[[], PreTrainedModel], ratio: float
 ) -> None:
-    """Of experts both products have to."""
+    """In a mixture the ratio requires feedback in both products of the experts."""
 
     def quality(texts: Texts | None) -> tuple[float, dict[str, Quantised]]:
-        model = trained()
+        model = make_model()
         text = sample(model, 8, 64)
         full = model(input_ids=text).logits[:, :-1].flatten(0, 1)
         made = quantise_model(model, 4, texts)
         logits = model(input_ids=text).logits[:, :-1].flatten(0, 1)
         return measure([(full, logits, text[:, 1:].flatten())]).kl, made
 
-    texts = Texts(sample(trained(), 16, 128, seed=1))
+    texts = Texts(sample(make_model(), 16, 128, seed=1))
     (nearest, _), (less, made), (again, _) = quality(None), quality(texts), quality(texts)
-    assert 0 < less < much * nearest and again == less
+    assert 0 < less < ratio * nearest and again == less
     for quantised in made.values():
         low, high = RANGE[quantised.bits]
         assert low <= quantised.levels.min() and quantised.levels.max() <= high
@@ -460,10 +460,10 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
 def _factors(
     monkeypatch: pytest.MonkeyPatch, name: str, sources: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What each token counts for, [tokens, 1], where that is not as much as any other, by the paths
-    that have a factor made; and what the first attention of three texts is, [B, H, N, S]."""
+    """The first attention matrix of three texts, [B, H, N, S]; and the weight of each token,
+    [tokens, 1], by path of each layer whose factor weights tokens unequally."""
     model, texts = _model(name, attn_implementation="eager"), torch.randint(1, 257, (3, 20))
-    embedding = model.get_input_embeddings().weight  # on levels of 8 bits, which keep it as it is
+    embedding = model.get_input_embeddings().weight  # on 8-bit levels, so rounding keeps it
     embedding.copy_(torch.randint(-127, 128, embedding.shape) / 64)
     embedding[:, ::32] = 127 / 64
     calls: list[tuple[str, torch.Tensor]] = []
@@ -498,8 +498,9 @@ def _factors(
 def test_a_token_counts_for_what_attends_as_much_as_it_is_attended_to(
     monkeypatch: pytest.MonkeyPatch, name: str, paths: list[str]
 ) -> None:
-    """And for nothing else: not for what an attention ends in, nor for the MLP that reads the same
-    as Phi's attention does. What makes queries of another text than the keys is not weighed."""
+    """Tokens are weighted for query, key and value layers, but neither for an attention's output
+    nor for Phi's MLP, which has the same input as its attention. Query layers of cross-attention,
+    which read another text than the keys, are not weighted."""
     sources = torch.randint(1, 257, (3, 20)) if len(paths) > 1 else None
     attention, counts = _factors(monkeypatch, name, sources)
     for wanted in paths:
@@ -507,11 +508,11 @@ def test_a_token_counts_for_what_attends_as_much_as_it_is_attended_to(
     assert all(any(re.search(f"{wanted}$", path) for wanted in paths) for path in counts)
     attended = attention.sum((1, 2)).reshape(-1, 1)  # by all heads of all tokens
     torch.testing.assert_close(next(iter(counts.values())), attended, rtol=1e-3, atol=1e-6)
-    assert attended.max() > 1.02 * attended.min()  # or nothing was shown
+    assert attended.max() > 1.02 * attended.min()  # otherwise this proves nothing
 
 
 def test_what_is_no_attention_is_not_taken_for_it() -> None:
-    """Layers with a state give that back in its place."""
+    """Recurrent layers return their state in its place."""
     attention = torch.rand(2, 3, 5, 4).softmax(-1)
     got = _received_attention((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
     torch.testing.assert_close(got, attention.sum((1, 2)).flatten())
@@ -519,7 +520,7 @@ def test_what_is_no_attention_is_not_taken_for_it() -> None:
         assert _received_attention((torch.zeros(2, 5, 8), state)) is None
 
 
-# float32 holds no square of 1e20, and of 1e19 no sum of squares.
+# In float32 the square of 1e20 overflows, and so does a sum of squares of 1e19.
 @pytest.mark.parametrize("size", [[1.0], [1e20], [1.0] * 39 + [1e19]])
 def test_the_factor_is_of_what_the_inputs_weigh(size: list[float]) -> None:
     random = torch.Generator().manual_seed(0)
@@ -537,7 +538,7 @@ def test_feedback_takes_the_levels_of_the_original_algorithm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Column by column, with the upper Cholesky factor of the inverse (Frantar et al. 2022,
-    algorithm 1), and the scales of a block when it is its turn; also from panel to panel."""
+    algorithm 1), choosing the scales of a block when it is reached; also across panels."""
     monkeypatch.setattr(feedback, "_PANEL", 64)
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(300, 90, generator=random) @ torch.randn(90, 150, generator=random)
@@ -561,7 +562,7 @@ def test_feedback_takes_the_levels_of_the_original_algorithm(
 
 
 def test_feedback_leaves_alone_what_no_input_connects() -> None:
-    """With inputs that have nothing to do with each other there is nothing to make good."""
+    """With uncorrelated inputs there is no error to compensate."""
     weight = _random(5, 70)
     made, nearest = (
         quantise4(torch.from_numpy(weight), factor(torch.eye(70))),
@@ -571,7 +572,7 @@ def test_feedback_leaves_alone_what_no_input_connects() -> None:
 
 
 def test_a_row_of_four_bits_depends_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whatever thread, in whatever piece and beside whatever neighbours it is rounded."""
+    """The result does not depend on the thread, the piece, or the other rows."""
     weight = torch.from_numpy(_random(1100, 70))
     found = []
     for threads, rows in ((1, 33), (1, 1100), (3, 1100)):
@@ -605,9 +606,9 @@ NEED_THE_LIBRARY: list[tuple[Weights, Format]] = [
 def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of 4 bits for every backend; those of 8 for the one that multiplies by them itself."""
-    foreign = tmp_path / "liboutrider.so"
-    foreign.write_bytes(b"another platform's")
+    """4-bit weights need it for every backend, 8-bit weights only in ONNX graphs."""
+    invalid = tmp_path / "liboutrider.so"
+    invalid.write_bytes(b"another platform's")
 
     def begun(checkpoint: object) -> None:
         raise InterruptedError
@@ -621,11 +622,11 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
         part.make(given, tmp_path)
 
     with pytest.raises(InterruptedError):
-        make("int4", "torch")  # a control, with the library
+        make("int4", "torch")  # control: with the library the work begins
     for library, cause in (
         (None, "was not compiled"),
-        (foreign, "cannot round weights"),
-        (Path("libc.so.6"), "cannot round weights"),  # has no such function, as an older one
+        (invalid, "cannot round weights"),
+        (Path("libc.so.6"), "cannot round weights"),  # like an older library, it lacks the function
     ):
         monkeypatch.setattr(feedback, "find_library", lambda library=library: library)
         with pytest.raises(InterruptedError):
@@ -648,7 +649,7 @@ def test_a_weight_that_is_nan_is_named() -> None:
 def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
 ) -> None:
-    """For one token and many; and no more than a piece is ever dense."""
+    """For one token and for many, and never more than one piece is dense."""
     monkeypatch.setattr(layers, "_PIECE_SIZE", 90 * 48)  # 80 rows, as a multiple of 16
     weight = torch.from_numpy(_random(rows, 48))
     sizes: list[int] = []
@@ -664,7 +665,7 @@ def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
         x = torch.from_numpy(_random(2 * tokens, 48)).view(2, tokens, 48)
         assert torch.equal(layer(x), torch.nn.functional.linear(x, weight, bias_parameter))
     assert layer.weight.numel() == weight.numel() and max(sizes) == min(rows, 80)
-    assert torch.equal(torch.stack([layer.weight, layer.weight])[1], weight)  # a control
+    assert torch.equal(torch.stack([layer.weight, layer.weight])[1], weight)  # control
     assert max(sizes) == rows
 
 
@@ -691,7 +692,7 @@ def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked
         with rounding_as_stored():
             assert torch.equal(multiply_by(weight), expected)
             half = torch.nn.functional.linear(x, weight.half().float(), bias)
-            assert torch.equal(multiply_by(weight.half()), half)  # of bfloat16 alone
+            assert torch.equal(multiply_by(weight.half()), half)  # float16 is widened
         assert torch.equal(multiply_by(weight), full)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     with suppress(InterruptedError), rounding_as_stored():
@@ -702,7 +703,7 @@ def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked
 def test_texts_are_written_by_products_in_the_bits_that_are_stored(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the processor's instruction; without it in pieces that are made wide."""
+    """Using the processor's instruction, or else in pieces that are widened."""
     model = load_as_stored(find(str(workshop.checkpoint("llama", dtype=torch.bfloat16))))
     pieces: list[slice] = []
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""What a missing wait does: the stand-in's device gets on when it likes, not when somebody waits.
+"""Effects of a missing wait: the fake device makes progress at random, not only when waited for.
 
-The tests of rounds run on one course of events; here are others, and the waits that there are, each
-left out once.
+The tests of rounds run with one order of events; here are others, and tests that leave out each
+wait once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEEDS = range(3)
 def test_the_hosts_tokens_whenever_things_happen(
     monkeypatch: pytest.MonkeyPatch, rounds: type[DeviceRounds], seed: int
 ) -> None:
-    """With so little page-locked memory that uploads do have to wait for it."""
+    """With so little page-locked memory that uploads have to wait for it."""
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
     driver = make_driver(seed)
     found = wander(decoder_on(driver, rounds=rounds, slots=3), seed)
@@ -35,7 +35,7 @@ def test_the_hosts_tokens_whenever_things_happen(
 
 
 def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: nobody waits for them."""
+    """Control: no wait for the results."""
     expected = wander(host(monkeypatch, slots=3), 0)
     noticed = 0
     with broken("backends.cuda.Cuda.wait_for_event", lambda self, event: None):
@@ -50,7 +50,7 @@ def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyP
 def test_what_is_uploaded_is_not_overwritten_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Page-locked memory is used again. The control: without a look at whether it may be."""
+    """Page-locked memory is reused. Control: without checking whether it is free."""
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
 
     def crossed(seed: int) -> list[int]:
@@ -69,7 +69,7 @@ def test_what_is_uploaded_is_not_overwritten_before_it_is_read(
 
 
 def test_memory_is_zero_before_anybody_has_it() -> None:
-    """On whatever stream. The control: without the wait some find what was there before."""
+    """On any stream. Control: without the wait some streams read the old contents."""
 
     def first_bytes(seed: int) -> list[int]:
         device = make_device(make_driver(seed))
@@ -91,7 +91,7 @@ def test_memory_is_zero_before_anybody_has_it() -> None:
 
 
 def test_uploads_wait_for_nothing(driver: FakeDriver) -> None:
-    """Long ones neither; the array may change at once. The control: memory of the host's own."""
+    """Not even long ones; the array may change at once. Control: a copy from pageable memory."""
     device = make_device(driver)
     stream = device.create_stream()
     array = np.arange(20_000)
@@ -106,7 +106,7 @@ def test_uploads_wait_for_nothing(driver: FakeDriver) -> None:
 
 
 def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 logits give the tokens of the same numbers in float32, in half of the memory."""
+    """bfloat16 logits give the same tokens as equal float32 logits, in half of the memory."""
     kept = np.uint32(0xFFFF0000)
 
     def rounded(model):

@@ -1,6 +1,6 @@
-"""The host side of the GPU: what it launches, with which addresses, and what failures become.
+"""The host side of the GPU: launches, their addresses, and how failures are reported.
 
-Over a driver that runs the emulated kernels, so that results count and not only calls.
+The fake driver runs the emulated kernels, so results are tested and not only calls.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def test_rounds_through_the_driver(device, driver, name, dtype):
     on_gpu = OnGpu(device, cpu_library())
     assert by_library(on_gpu, case, places) == by_library(cpu_library(), case, places)
     assert driver.launched
-    assert not driver.allocated, "memory that was not given back"
+    assert not driver.allocated, "all memory must be freed"
 
 
 class Event:
-    """Of torch.cuda, where work is done when it is enqueued; every span takes a millisecond."""
+    """A fake torch.cuda.Event: work completes when enqueued; every span takes a millisecond."""
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -87,7 +87,7 @@ def torch_cuda(monkeypatch):
 
 @pytest.fixture
 def emulated_gpu(monkeypatch, device):
-    """What opens a GPU by itself gets this one."""
+    """The GPU that the benchmark opens is the emulated one."""
     monkeypatch.setattr(kernel_gpu, "Device", lambda: device)
 
 
@@ -95,7 +95,7 @@ def emulated_gpu(monkeypatch, device):
 def test_the_benchmark_runs_to_its_end(
     torch_cuda, emulated_gpu, driver, capsys, monkeypatch, names
 ):
-    """Its arithmetic, not its times: on a GPU the one run there may be must not end in a typo."""
+    """Tests its arithmetic, not its times: a rare run on a GPU must not end in a typo."""
     monkeypatch.setattr(kernel_gpu, "GOALS_US", {(2500, 2, 1): 1e9})
     jobs = [
         (name, KernelShape(2500, 2, batch, dtype))
@@ -122,7 +122,7 @@ def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
 
 @pytest.mark.parametrize("name", cases(["token"], [name for name in VARIANTS if name != "token"]))
 def test_the_benchmarks_rounds_are_the_references(device, torch_cuda, name):
-    """The control: the kernel sees other logits than the reference."""
+    """Control: the kernel gets other logits than the reference."""
     for dtype in ("float32", "bfloat16"):
         round_ = DeviceRound(device, KernelShape(1500, 3, 2, dtype), VARIANTS[name], sets=2)
         assert [round_.disagreements(s) for s in range(2)] == [[], []]
@@ -158,7 +158,7 @@ def test_the_image_for_a_chip(tmp_path, capability, name):
 
 
 def test_what_is_loaded(driver):
-    """PTX is text, which ends in a zero; machine code of another interface is refused."""
+    """PTX is text and zero-terminated; code with another interface version is refused."""
     assert make_device(driver) and driver.loaded == b"\0"
     driver.interface = b"outrider_interface_1"
     with pytest.raises(OutriderError, match=r"compiled for another version.* make cubins again"):

@@ -1,4 +1,4 @@
-"""How texts, engines and captures end on a GPU: what is given back, and what nobody waits for."""
+"""How requests, engines and captures end on a GPU: memory is freed, and nothing blocks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ each = pytest.mark.parametrize("rounds", cases([DeviceRounds], [LoopingRounds]))
 
 @each
 def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:
-    """A closed stream leaves in any thread, beside a round of others."""
+    """A closed stream is released in any thread, even during a round of others."""
     decoder = decoder_on(driver, rounds=rounds, slots=2)
     both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
     decoder.round(both)
-    device, asked = decoder.rounds._device, []
+    device, calls = decoder.rounds._device, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(device), "_call", lambda self, name, *rest: asked.append(name))
+        patch.setattr(type(device), "_call", lambda self, name, *rest: calls.append(name))
         decoder.release(both[0])
-    assert asked == []
+    assert calls == []
     finish(decoder, both[1])
     assert ids(both[1]) == text(decoder_on(driver), both[1].request)
 
@@ -40,7 +40,7 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
 def test_all_memory_is_given_back(
     driver: FakeDriver, rounds: type[DeviceRounds], current: str
 ) -> None:
-    """Also while another GPU is in use."""
+    """Also while another GPU's context is current."""
     decoder = decoder_on(driver, rounds=rounds)
     text(decoder, REQUEST)
     assert driver.allocated and driver.pinned
@@ -60,7 +60,7 @@ def test_an_engine_ends(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When nobody may wait for the GPU, or while its work is half done."""
+    """During a capture, when waiting for the GPU is forbidden, or while work is in progress."""
     old = [decoder_on(driver, rounds=rounds)]
     expected = text(old[0], REQUEST)
     decoder = decoder_on(driver, rounds=rounds)
@@ -71,7 +71,7 @@ def test_an_engine_ends(
 
     def ending(*arguments) -> None:
         if old and (name == "_run" or driver._recording is not None):
-            assert gc.isenabled() == (name == "_run"), "libraries have objects of their own"
+            assert gc.isenabled() == (name == "_run"), "no collection in a capture"
             old.clear()
             gc.collect()
         real(*arguments)
@@ -79,23 +79,23 @@ def test_an_engine_ends(
     monkeypatch.setattr(FakeDeviceEngine, name, ending)
     assert text(decoder, REQUEST) == expected
     assert gc.isenabled()
-    assert not old and len(driver.allocated) < owned, "the old one was given back"
+    assert not old and len(driver.allocated) < owned, "the old engine was freed"
     captured = "capture" if rounds is DeviceRounds else "capture loop"
     assert captured in driver.log and not caplog.messages
 
 
-class Trying:
-    """Asks for another gamma once in a while."""
+class OccasionalGamma:
+    """A policy that asks for another gamma in every fifth round."""
 
     def __init__(self, usual: int, other: int):
-        self.usual, self.other, self.asked, self.got = usual, other, 0, list[int]()
+        self.usual, self.other, self.calls, self.gammas = usual, other, 0, list[int]()
 
     def next(self, batch: int) -> int:
-        self.asked += 1
-        return self.usual if self.asked % 5 else self.other
+        self.calls += 1
+        return self.usual if self.calls % 5 else self.other
 
     def observe(self, gamma: int, examined: int, accepted: int) -> None:
-        self.got.append(gamma)
+        self.gammas.append(gamma)
 
 
 @each
@@ -103,13 +103,14 @@ class Trying:
 def test_a_gamma_that_is_asked_for_once(
     driver: FakeDriver, rounds: type[DeviceRounds], usual: int, other: int
 ) -> None:
-    """It is tried, although a round of the usual one was ahead; once each time."""
-    policy = Trying(usual, other)
+    """It is used exactly once per request for it, although a round with the usual gamma has already
+    been launched."""
+    policy = OccasionalGamma(usual, other)
     plain = Request([2, 3, 4], SamplingParams(temperature=0), gamma=0, max_new_tokens=50)
     request = replace(plain, policy=policy, gamma=max(usual, other))
     assert text(decoder_on(driver, rounds=rounds), request) == text(decoder_on(driver), plain)
-    early = policy.got[:-2]  # the last ones are short
-    assert 1 <= early.count(other) <= policy.asked // 5
+    early = policy.gammas[:-2]  # the last rounds are shorter
+    assert 1 <= early.count(other) <= policy.calls // 5
     assert set(early) == {usual, other}
 
 

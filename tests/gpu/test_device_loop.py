@@ -1,7 +1,7 @@
-"""A generation as one launch: what is launched, when the loop ends, and whose results are whose.
+"""A generation as one launch: launches, the end of the loop, and the assignment of results.
 
-Frozen until a GPU has shown that it beats launching ahead, so all of this is slow. The tests of
-rounds run on it with the sampler "loop"; here is what only a loop does.
+This feature is frozen until a GPU shows that it beats launching ahead, so all tests are slow. The
+tests of rounds run on it with the sampler "loop"; these are the tests specific to a loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_a_text_is_one_launch(driver: FakeDriver) -> None:
     assert text(decoder, REQUEST) == expected
     sequence = decoder.admit(REQUEST)
     again = steps(driver, lambda: finish(decoder, sequence))
-    # The wait is the draft's prompt; the results are looked for where they appear.
+    # The wait is for the draft's prompt; the host polls for results.
     assert again == ["wait", "graph"]
     assert ids(sequence) == expected
 
@@ -43,7 +43,7 @@ def test_a_text_is_one_launch(driver: FakeDriver) -> None:
 def test_a_host_that_is_late(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, entries: int
 ) -> None:
-    """The loop waits for nobody: with the ring full it ends, and the host launches it again."""
+    """The loop does not wait for the host: if the ring is full it ends and is launched again."""
     monkeypatch.setattr(device_loop, "RING_ENTRIES", entries)
     expected = text(decoder_on(driver), REQUEST)
     decoder = looping(driver)
@@ -51,7 +51,7 @@ def test_a_host_that_is_late(
     launches = 0
     while sequence.finish_reason is None:
         launches += steps(driver, lambda: decoder.round([sequence])).count("graph")
-        driver.drain()  # it runs on for as long as it may
+        driver.drain()  # the loop runs until it ends
     assert ids(sequence) == expected
     rounds = sequence.stats.rounds
     assert {1: launches == rounds, 2: 1 < launches < rounds, 16: launches == 1}[entries]
@@ -68,7 +68,7 @@ def test_a_ring_of_another_size_is_noticed(
 
 
 def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> None:
-    """Two texts in a loop that runs ahead; one leaves, the other goes on where it was."""
+    """Two requests in a loop that runs ahead; one leaves, the other continues where it was."""
     alone = text(decoder_on(driver), replace(REQUEST, prompt=[9, 8]))
     decoder = looping(driver, slots=2)
     leaves = decoder.admit(REQUEST)
@@ -113,9 +113,9 @@ def test_a_driver_without_loops(driver: FakeDriver, caplog: pytest.LogCaptureFix
         assert text(decoder, REQUEST) == expected
         assert text(decoder, REQUEST) == expected
     (record,) = caplog.records
-    said = record.getMessage()
-    assert "rounds of gamma=3 run without a CUDA loop, slower: " in said
-    assert "CUDA_ERROR_NOT_SUPPORTED" in said
+    message = record.getMessage()
+    assert "rounds of gamma=3 run without a CUDA loop, slower: " in message
+    assert "CUDA_ERROR_NOT_SUPPORTED" in message
 
 
 def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

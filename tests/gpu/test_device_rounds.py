@@ -1,8 +1,8 @@
-"""The scheduler of a GPU's rounds over a recorded stream: which graph, which order, which buffers.
+"""The scheduler of a GPU's rounds over a recorded stream: graphs, order and buffers.
 
-That its tokens are those of the definition is what the tests of rounds prove with the sampler
-"device"; here they are also, bit for bit, those that the host's rounds draw with the same kernel.
-The driver is `cuda_standin.FakeDriver`: nothing on the stream happens until somebody waits for it.
+The tests of rounds prove, with the sampler "device", that its tokens follow the definition; here
+they are also bitwise those that the host's rounds draw with the same kernel. The driver is
+`cuda_standin.FakeDriver`: work on the stream runs only when something waits for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_a_round_is_one_launch_and_one_wait(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
     sequence = decoder.admit(REQUEST)
     first = steps(driver, lambda: decoder.round([sequence]))
-    # Made ready, captured, launched for this round and the next; then the results are waited for.
+    # Prepared, captured, launched for this round and the next; then a wait for the results.
     assert first == ["wait", "wait", "capture", "graph", "graph", "wait for event"]
     for _ in range(3):
         again = steps(driver, lambda: decoder.round([sequence]))
@@ -111,8 +111,8 @@ def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
 def test_the_hosts_tokens(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int, options: dict, changing: float
 ) -> None:
-    """Whoever comes and goes. changing: the chance of another gamma before a round. A round that is
-    on its way keeps the gamma that it was launched with, so then the device waits."""
+    """Requests come and go. changing: probability of another gamma before a round. A round keeps
+    the gamma that it was launched with, so with changes no round is launched ahead."""
     found = wander(decoder_on(driver, slots=3, **options), seed, changing)
     assert found == wander(host(monkeypatch, slots=3), seed, changing)
 
@@ -120,15 +120,15 @@ def test_the_hosts_tokens(
 def test_a_device_that_is_not_told_who_takes_part_is_noticed(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: whoever took part last does so again."""
+    """Control: the sequences of the last round take part again."""
     expected = wander(host(monkeypatch, slots=2), 0)
     real = DeviceRounds._upload_gammas
 
     def upload(self: DeviceRounds, wanted: dict, batch: int) -> None:
-        real(self, wanted or {r: g for r, g in told.items() if r.slot.index < batch}, batch)
-        told.update(wanted)
+        real(self, wanted or {r: g for r, g in last.items() if r.slot.index < batch}, batch)
+        last.update(wanted)
 
-    told: dict[ActiveSequence, int] = {}
+    last: dict[ActiveSequence, int] = {}
     with broken("gpu.rounds.DeviceRounds._upload_gammas", upload):
         try:
             found = wander(decoder_on(driver, slots=2), 0)
@@ -165,7 +165,7 @@ def test_rows_that_the_next_round_overwrites_are_noticed(driver: FakeDriver) -> 
 
 
 def enqueueing(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
-    """Something happens before each call of a model."""
+    """Call `before` ahead of each call of a model."""
     real = FakeDeviceEngine.enqueue
 
     def enqueue(self: FakeDeviceEngine, call: DeviceCall, graph: object = None) -> None:
@@ -194,8 +194,8 @@ def test_a_failed_capture_is_said_and_costs_no_token(
         assert found.count("capture") == 1, "a shape is tried once, not every round"
         assert text(decoder, REQUEST) == expected
     (record,) = caplog.records
-    said = "rounds of gamma=3 run without a CUDA graph, slower: "
-    assert said in record.getMessage()
+    message = "rounds of gamma=3 run without a CUDA graph, slower: "
+    assert message in record.getMessage()
 
 
 def test_what_is_no_error_of_a_capture_is_raised(
@@ -219,7 +219,7 @@ def test_what_is_no_error_of_a_capture_is_raised(
 
 
 def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.ndarray:
-    """The sequence's structure, after all that was launched."""
+    """The sequence's structure after all launched work has run."""
     driver.drain()
     address = decoder.rounds._buffers.sequences + sequence.slot.index * SEQUENCE.itemsize
     return np.frombuffer(ctypes.string_at(address, SEQUENCE.itemsize), SEQUENCE)
@@ -245,7 +245,7 @@ def test_the_text_on_the_device_is_the_hosts(driver: FakeDriver, ahead: bool) ->
 
 
 def test_texts_allocate_nothing(driver: FakeDriver) -> None:
-    """All is there once each shape was captured: what the plan says is what is used."""
+    """Everything is allocated once each shape has been captured, as the memory plan assumes."""
     decoder = decoder_on(driver)
     text(decoder, REQUEST)
     before = len(driver.allocated)
@@ -253,7 +253,7 @@ def test_texts_allocate_nothing(driver: FakeDriver) -> None:
         text(decoder, REQUEST)
     sequence = decoder.admit(REQUEST)
     decoder.round([sequence])
-    decoder.release(sequence)  # a round is on its way
+    decoder.release(sequence)  # while a round is running
     text(decoder, REQUEST)
     assert len(driver.allocated) == before
     assert len(driver.pinned) <= 3
@@ -269,10 +269,10 @@ def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
 
 
 def test_ends_that_are_not_known_to_the_device(driver: FakeDriver) -> None:
-    """A stop string: the host ends the text although the device went on."""
-    says = script("ab.cd.ef", period=True, start=1)
+    """A stop string: the host ends the text although the device has continued."""
+    model = script("ab.cd.ef", period=True, start=1)
     made = device_standin.make_rounds(
-        FakeEngine(says, capacity=73, order=None), FakeEngine(says, capacity=73, order=None),
+        FakeEngine(model, capacity=73, order=None), FakeEngine(model, capacity=73, order=None),
         driver=driver, vocab_size=32, max_len=64, max_gamma=8,
     )  # fmt: skip
     decoder = Decoder(made, vocab_size=32, max_len=64, max_gamma=8)

@@ -1,5 +1,5 @@
-"""A bundle on a GPU: which device is taken, what is refused before anything is loaded, and whole
-texts through `load`, over a driver that runs the emulated kernels and fakes in place of models."""
+"""A bundle on a GPU: the choice of the device, refusals before anything is loaded, and generations
+through `load`, over a driver that runs the emulated kernels, with fakes in place of models."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_another_gpu(manifest: Manifest) -> None:
     with pytest.raises(OutriderError) as caught:
         gpu.check_gpu(made, FOLDER, (8, 9))
     assert "was compiled for sm80, sm120, and this GPU is sm89" in caught.value.cause
-    assert "SM=80,89,120" in caught.value.remedy, "the old ones and this one"
+    assert "SM=80,89,120" in caught.value.remedy, "the old targets and this GPU"
     gpu.check_gpu(manifest, FOLDER, (8, 9))  # portable graphs
 
 
@@ -134,7 +134,7 @@ def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
 
 
 def test_a_loop_that_the_driver_lacks(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
-    """Its rounds run one by one, and say what the draft's reading of the prompt took."""
+    """Its rounds run one by one, and report the time of the draft's prefill."""
     on_fake_gpu.loops = False
     engine = load(llama_bundle, device="cuda", loop=True)
     stats = engine.generate("some words", max_new_tokens=9, ignore_eos=True).stats
@@ -148,7 +148,7 @@ def test_without_graphs(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
 
 
 def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
-    """The caches and buffers; the fakes have no weights."""
+    """Only caches and buffers: the fakes have no weights."""
     engine = load(llama_bundle, device="cuda", slots=2)
     engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
     used = sum(len(block) - 256 for block in on_fake_gpu.allocated.values())
@@ -169,7 +169,7 @@ def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) ->
 def test_memory_that_a_library_keeps_is_no_reason_to_refuse(
     llama_bundle: Path, on_fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a closed engine's weights, which torch keeps for itself, are room that is missing."""
+    """Fault: memory of a closed engine, which torch keeps cached, counted as used."""
     room, on_fake_gpu._memory = on_fake_gpu._memory, 2**16
     monkeypatch.setattr(
         DeviceEngine,
@@ -190,17 +190,17 @@ def test_working_memory(manifest: Manifest) -> None:
 
 
 def test_half_of_the_activations_is_no_sum(manifest: Manifest) -> None:
-    """Fault: what one builder said of one profile counted as all that both engines take."""
+    """Fault: the known activations of one profile were taken for those of both engines."""
     made = compiled(manifest, "aotinductor", "sm89")
     assert made.engines is not None and made.activation_bytes == 2 * 5000
     engine = made.engines["draft"]
-    silent = replace(
+    unknown = replace(
         engine, profiles=[engine.profiles[0], replace(engine.profiles[1], memory=None)]
     )
-    for odd in (silent, replace(engine, profiles=[])):
-        partly = replace(made, engines={**made.engines, "draft": odd})
-        assert partly.activation_bytes is None
-        allowed = gpu.working_memory(partly, 1)["activations"]
+    for incomplete in (unknown, replace(engine, profiles=[])):
+        partial = replace(made, engines={**made.engines, "draft": incomplete})
+        assert partial.activation_bytes is None
+        allowed = gpu.working_memory(partial, 1)["activations"]
         assert allowed == device_engine("aotinductor").allowance > 2 * 5000
 
 
@@ -215,13 +215,13 @@ def test_each_backend_has_its_engine(
     made = manifest if backend == "onnxruntime" else compiled(manifest, backend, "sm89")
     calls: list[tuple[Any, ...]] = []
 
-    def note(self: object, *arguments: Any, **options: Any) -> None:
+    def record_call(self: object, *arguments: Any, **options: Any) -> None:
         calls.append((arguments, options))
 
     monkeypatch.setattr("runtime.backends.onnxruntime.unavailable_reason", lambda: None)
     engine = device_engine(backend)
     assert engine.__module__ == f"runtime.backends.{module}"
-    monkeypatch.setattr(engine, "__init__", note)
+    monkeypatch.setattr(engine, "__init__", record_call)
     gpu.open_engine(made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, max_outputs=5)
     ((arguments, options),) = calls
     assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)

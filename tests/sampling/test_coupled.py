@@ -1,5 +1,5 @@
 """Gumbel coupling: the noise is exponential, a draw is exact, and target and draft agree as often
-as the formula says."""
+as the formula predicts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runtime.sampling.philox import Purpose, philox4x32
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 
-LEAST = 1e-3  # of a p-value
+MIN_P_VALUE = 1e-3
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Noise of 700 positions over a tile and a part: [700, 1100]."""
+    """Noise of 700 positions over one and a partial tile: [700, 1100]."""
     return np.array([noise(7, position, 1100) for position in range(700)])
 
 
@@ -34,28 +34,28 @@ def test_many_counters_at_once_are_those_of_philox():
 
 def test_the_noise_is_exponential(drawn):
     for token in (0, 31, 32, 1023, 1024, 1099):
-        assert stats.kstest(drawn[:, token], "expon").pvalue > LEAST
-    assert stats.kstest(drawn[::50].ravel(), "expon").pvalue > LEAST
-    # The control: a little more of each.
+        assert stats.kstest(drawn[:, token], "expon").pvalue > MIN_P_VALUE
+    assert stats.kstest(drawn[::50].ravel(), "expon").pvalue > MIN_P_VALUE
+    # Control: a small shift.
     assert stats.kstest(drawn[:, 0] + 0.15, "expon").pvalue < 1e-9
 
 
 @pytest.mark.parametrize("other", [1, 31, 33, 500, 1024])
 def test_numbers_of_a_group_a_tile_and_a_row_are_independent(drawn, other):
-    """Sums and least ones of pairs: exponential ones of both add up to gamma(2) and halve."""
+    """If a pair is independent, its sum is gamma(2) and twice its minimum is exponential."""
     a, b = drawn[:, 0], drawn[:, other]
-    assert stats.kstest(a + b, "gamma", args=(2,)).pvalue > LEAST
-    assert stats.kstest(2 * np.minimum(a, b), "expon").pvalue > LEAST
+    assert stats.kstest(a + b, "gamma", args=(2,)).pvalue > MIN_P_VALUE
+    assert stats.kstest(2 * np.minimum(a, b), "expon").pvalue > MIN_P_VALUE
 
 
 def test_a_tiles_least_number_is_anywhere(drawn):
     counts = np.bincount(drawn[:, :1024].argmin(axis=1) // 32, minlength=32)
-    assert stats.chisquare(counts).pvalue > LEAST
+    assert stats.chisquare(counts).pvalue > MIN_P_VALUE
 
 
 @cache
 def opened(vocab_size, gamma):
-    """One for thousands of rounds."""
+    """A cached sampler, shared by thousands of rounds."""
     return open_sampler(cpu_library(), vocab_size, gamma)
 
 
@@ -69,7 +69,7 @@ def tokens_of(target, draft, params, position):
 
 
 def test_a_draw_is_exact():
-    """Of plain decoding: gamma is 0."""
+    """In plain decoding (gamma 0)."""
     rng = np.random.default_rng(3)
     logits = (3 * np.log(rng.exponential(size=(1, 40)))).astype(np.float32)
     params = SamplingParams(temperature=1.0, seed=11, verify="coupled")
@@ -80,7 +80,7 @@ def test_a_draw_is_exact():
     expected = warp(logits[0], params).probs() * counts.sum()
     large = expected > 5
     fold = lambda x: [*x[large], x[~large].sum() + 1e-9]  # noqa: E731
-    assert stats.chisquare(fold(counts), fold(expected)).pvalue > LEAST
+    assert stats.chisquare(fold(counts), fold(expected)).pvalue > MIN_P_VALUE
     flatter = fold(expected**0.9 / (expected**0.9).sum() * counts.sum())
     assert stats.chisquare(fold(counts), flatter).pvalue < 1e-9  # the control
 
@@ -100,16 +100,16 @@ def test_acceptance_is_that_of_the_formula(distance):
     n = 5000
     target, draft = logits[[0, 0]], logits[[1]]
     rounds = [tokens_of(target, draft, params, 2 * i) for i in range(n)]
-    stood = sum(verdict.accepted for _, verdict in rounds) / n
-    assert abs(stood - formula) < 4 * math.sqrt(formula * (1 - formula) / n)
-    # The control: with noise of its own the draft would agree by chance alone.
-    apart = np.mean([a[0][0] == b[1].token for a, b in itertools.pairwise(rounds)])
-    assert apart < formula - 0.2
+    acceptance = sum(verdict.accepted for _, verdict in rounds) / n
+    assert abs(acceptance - formula) < 4 * math.sqrt(formula * (1 - formula) / n)
+    # Control: with independent noise the draft would agree only by chance.
+    independent = np.mean([a[0][0] == b[1].token for a, b in itertools.pairwise(rounds)])
+    assert independent < formula - 0.2
 
 
 @pytest.mark.parametrize("library", [cpu_library, emulated_library], ids=["cpu", "emulated"])
 def test_the_drafts_decide_nothing(library):
-    """Whatever stands before it, the first token that is not the target's is the target's own."""
+    """Whatever drafts come before, the first wrong draft is replaced by the target's own token."""
     params = SamplingParams(temperature=1.0, seed=5, verify="coupled", top_p=0.95)
     target = np.random.default_rng(9).normal(0, 2, (5, 700)).astype(np.float32)
     rows = [warp(row, params) for row in target]

@@ -1,7 +1,7 @@
-"""The native kernel against the NumPy reference, and against itself: case by case.
+"""The native kernel compared with the NumPy reference, and with itself, case by case.
 
-Of the CPU library, and of a GPU where there is one; test_kernel_cuda.py compares the emulated CUDA
-kernels with the CPU library, bit by bit.
+The CPU library is tested, and a GPU if there is one; test_kernel_cuda.py compares the emulated CUDA
+kernels with the CPU library bitwise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_agrees_with_the_reference(library, vocab_size, options):
 @pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
 @pytest.mark.parametrize("vocab_size", [8, 2500])
 def test_counts_and_biases_agree_with_the_reference(vocab_size, options):
-    """Few tokens, so that ids repeat: in the context, among the drafts, with a bias."""
+    """A small vocabulary repeats ids: in the context, among the drafts, with a bias."""
     params = SamplingParams(**options)
     for seed, gamma in enumerate((0, 1, 3, 8)):
         case = Case(seed, vocab_size, gamma, slots=4)
@@ -90,14 +90,14 @@ def test_slots_of_one_call_may_draft_differently_many_tokens(library):
     for b in (0, 1, 3):
         drawn, verdict = by_reference(case, places[b])
         assert drafts[b][: places[b].gamma] == drawn and same(verdicts[b], verdict)
-    assert verdicts[2] == Verdict(0, -1, ())  # sat out
+    assert verdicts[2] == Verdict(0, -1, ())  # took no part
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "all", "block-top-p", "coupled", "sigmoid-narrow", "greedy"]
 )
 def test_the_draft_rows_may_come_from_the_draw_or_from_logits(library, name):
-    """By the normalisers that `draw` hands over, or with nothing handed over: the same round."""
+    """The same round with the normalisers that `draw` passes to `verify`, or without them."""
     case = Case(6, 2500, gamma=4, slots=4)
     places = case.places(SamplingParams(**OPTIONS[name]))
     drafts, verdicts = by_library(library, case, places)
@@ -130,7 +130,7 @@ def test_a_slot_does_not_depend_on_its_neighbours_or_on_threads(library, name):
     assert by_library(library, case, places, threads=4) == (drafts, verdicts)
     backwards = by_library(library, case, places[::-1], threads=3)
     assert backwards == (drafts[::-1], verdicts[::-1])
-    case.target[:3] = np.nan  # others broken: this one does not care
+    case.target[:3] = np.nan  # broken logits of other slots have no effect
     alone = by_library(library, case, places[4:5])
     assert alone == (drafts[4:5], verdicts[4:5])
 
@@ -139,12 +139,12 @@ def test_instruction_sets_are_those_of_the_processor():
     text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     lines = dict(line.partition(":")[::2] for line in text.replace("\t", "").splitlines())
     has = lines.get("flags", lines.get("Features", "")).split()
-    there = []
+    available = []
     for name, needed in SETS.items():
         with instructions(name) as can:
             assert can == needed.issubset(has)
-            there += [name] * can
-    assert cpu_library().outrider_instruction_set().decode() == there[0]
+            available += [name] * can
+    assert cpu_library().outrider_instruction_set().decode() == available[0]
 
 
 def test_instruction_sets_give_the_same_bits():
@@ -173,7 +173,7 @@ def test_instruction_sets_give_the_same_bits():
 @pytest.mark.parametrize("shift", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_misaligned_logits_with_odd_strides(library, dtype, shift):
-    """A GPU cannot read these: OnGpu copies them in line."""
+    """A GPU cannot read these: OnGpu copies them to aligned memory."""
     case = Case(10, 2500, gamma=3, slots=2, dtype=dtype)
     places = case.places(SamplingParams(**OPTIONS["all"]))
     want = by_library(library, case, places)

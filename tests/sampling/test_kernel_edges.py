@@ -1,6 +1,6 @@
-"""All samplers, case by case: warping, the edge table of the specification; the C interface.
+"""All samplers, case by case: warping, the edge table of the specification, the C interface.
 
-NumPy, the CPU library, the emulated CUDA kernels, a GPU: one answer, also where a caller is wrong.
+NumPy, the CPU library, the emulated CUDA kernels and a GPU agree, also on invalid calls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def numpy_or_native(request):
 @pytest.mark.parametrize(
     ("row", "top_p", "kept"),
     [
-        ([0, 0, 0, 0, 0, 0, 0, 0], 0.5, [4, 5, 6, 7]),  # of equals the lower ids go first
+        ([0, 0, 0, 0, 0, 0, 0, 0], 0.5, [4, 5, 6, 7]),  # on ties the lower ids are dropped
         ([0, 0, 0, 0, 0, 0, 0, 0], 0.9, [0, 1, 2, 3, 4, 5, 6, 7]),
         ([0, 0, 0, 0, 0, 0, 0, 0], 0.01, [7]),
         ([5, 0, 0, 0, 0, 0, 0, 5], 0.5, [0, 7]),
@@ -77,8 +77,8 @@ def test_top_k_keeps_ties(numpy_or_native, top_k):
 
 
 def test_a_prefix_that_is_top_p_exactly_is_the_nucleus(numpy_or_native):
-    """Decided by the slack, not by rounding: log([.3, .1, .1, .5]) at .8 keeps the .5 and the .3,
-    as Transformers does."""
+    """A tolerance decides, not rounding: log([.3, .1, .1, .5]) at .8 keeps the .5 and the .3, as
+    Transformers does."""
     wrong = 0
     for shares in itertools.product((1, 2, 3, 4), repeat=4):
         p = np.array(shares) / sum(shares)
@@ -92,7 +92,7 @@ def test_a_prefix_that_is_top_p_exactly_is_the_nucleus(numpy_or_native):
 
 
 def test_logits_at_the_end_of_the_range(library):
-    """Finite, but not after a division by the temperature."""
+    """Logits that overflow when divided by the temperature."""
     params = SamplingParams(temperature=0.5, seed=3)
     sampler = open_sampler(library, 4, 1)
     row = np.array([3.4e38, -3.4e38, 3.4e38, 0], np.float32)
@@ -114,7 +114,7 @@ def test_a_penalty_without_a_context_is_of_the_drafts_alone(library):
 
 
 def test_a_given_draft_at_temperature_0_is_a_point_mass(library):
-    """Whatever its logits say: a draft stands where it is the target's argmax."""
+    """Whatever the draft's logits are, a draft is accepted if it is the target's argmax."""
     target, draft = np.array([[[0, 5.0, 1], [0, 5, 1]]], np.float32), np.array([[9.0, 0, 0]])
     sampler = open_sampler(library, 3, 1)
     sampler.begin([SlotSampling(SamplingParams(), 1, 0)])
@@ -125,7 +125,7 @@ def test_a_given_draft_at_temperature_0_is_a_point_mass(library):
 @pytest.mark.parametrize("token", [-1, -2, 3, 2**40])
 @EXACT
 def test_a_draft_outside_of_the_vocabulary_is_rejected(library, params, token):
-    """And what is left of p is p: an id below 0 does not count from the end."""
+    """And the residual is p itself: a negative id does not index from the end."""
     row = np.log(np.array([0.25, 0.25, 0.5], np.float32))
     sampler = open_sampler(library, 3, 1)
     for u, correction in ((0.1, 0), (0.4, 1), (0.9, 2)):
@@ -147,7 +147,7 @@ def test_a_place_out_of_range_is_refused(numbers):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_gpu_refuses_counts_and_biases(name):
-    """Not wrongly: a slot's verdict says so; a decoder says it first, by name."""
+    """The slot's verdict is an error, not a wrong token; a decoder refuses them first, by name."""
     case = Case(12, 127, 1, slots=1)
     with pytest.raises(OutriderError, match="parameter is out of range"):
         by_library(emulated_library(), case, case.places(SamplingParams(**COUNTED[name])))
@@ -238,7 +238,7 @@ def test_lenience_at_temperature_0(library):
 def test_vocabularies_of_different_width(library, params):
     narrow, wide = [0.0, 0.0], [0.0, 0.0, 5.0]
     assert one(library, [narrow] * 2, [wide], [2], params, [0, ONE]) == Verdict(0, 1, (0.0,))
-    p = np.log([0.1, 0.7, 0.1, 0.1])  # what is left is 0.2, and all that the draft does not have
+    p = np.log([0.1, 0.7, 0.1, 0.1])  # residual: 0.2 of token 1, and tokens that the draft lacks
     for u, token in ((0.4, 1), (0.6, 2), (0.9, 3)):
         assert one(library, [p] * 2, [narrow], [0], params, [ONE, u]).token == token
     # padding is not read
@@ -302,5 +302,5 @@ def test_a_token_of_weight_0_is_never_drawn(library, token):
     row[..., token] = 3.0
     sampler = open_sampler(library, 4096, 0)
     sampler.begin([SlotSampling(TOKEN, 0, 0)])
-    for u in (0.0, 0.25, 0.999, ONE, 1.0):  # also should rounding carry a sum to its very end
+    for u in (0.0, 0.25, 0.999, ONE, 1.0):  # even if rounding moves the sum to its end
         assert sampler.verify(row, uniforms=np.array([[u]]))[0].token == token

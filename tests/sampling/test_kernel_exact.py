@@ -1,8 +1,7 @@
-"""The samplers are exact: by enumeration at V = 8.
+"""The samplers are exact, by enumeration at V = 8.
 
-That large vocabularies are no different is in test_kernel.py. Emulated, an enumeration takes
-minutes, and test_kernel_cuda.py shows that the emulated kernels have the CPU library's bits: the
-emulation is enumerated once there.
+test_kernel.py covers large vocabularies. Enumerating the emulated kernels takes minutes, so that is
+done once in test_kernel_cuda.py, which shows that they are bitwise equal to the CPU library.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ PENALISED = SamplingParams(
 
 
 def processed(row, drafted, output=CONTEXT[1:]):
-    """By its definition: bias, then Transformers' penalty of all, then OpenAI's of the output."""
+    """By definition: bias, then Transformers' penalty on all, then OpenAI's on the output."""
     row = row.astype(np.float64)
     for token, bias in BIAS.items():
         row[token] += bias
@@ -78,7 +77,7 @@ def test_penalties_and_bias_are_exact_with_drafted_tokens_counted(library, rule)
 
 
 def test_enumeration_notices_a_prompt_that_is_counted(library):
-    """The control: penalties of another output, and drafted tokens that are not counted."""
+    """Control: penalties for a prompt counted as output, and drafted tokens not counted."""
     models = Models(3, 1)
     for wrong in (
         models.processed(lambda row, drafted: processed(row, drafted, CONTEXT)),
@@ -91,7 +90,7 @@ def test_enumeration_notices_a_prompt_that_is_counted(library):
 
 @EXACT
 def test_rows_with_filtered_tokens_are_exact(library, params):
-    """top-k makes zeros, on different tokens in target and draft."""
+    """top-k sets different tokens of target and draft to zero probability."""
     models = Models(4, 2)
 
     def top_5(row, _):
@@ -101,7 +100,7 @@ def test_rows_with_filtered_tokens_are_exact(library, params):
     assert distance(library, models, params, models.processed(top_5))[0] < 1e-6
 
 
-# --- lenience: not exact, by how much -----------------------------------------------------------
+# --- lenience: not exact, within its bound -----------------------------------------------------
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.3])
@@ -112,7 +111,7 @@ def test_lenience_keeps_its_guarantee(library, lenience):
     assert accepted == pytest.approx(np.minimum(p / lenience, q).sum(), abs=1e-6)  # A.5
     assert (out <= p / lenience + 1e-6).all()
     # Tokens that the draft proposes too rarely never exceed p, so the distance is the smallest
-    # that this acceptance leaves possible.
+    # possible with this acceptance.
     assert (out[p > q] <= p[p > q] + 1e-6).all()
     least = np.maximum(np.minimum(q, p / lenience) - p, 0).sum()
     assert 0.5 * np.abs(out - p).sum() == pytest.approx(least, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Logits processors in the round: each row of p and q with the text before it, by both samplers."""
+"""Logits processors in the round: each row of p and q with its prefix, by both samplers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ pytestmark = pytest.mark.usefixtures("sampler")
 
 
 def whimsical(scores: np.ndarray, text: Ids, output_start: int) -> None:
-    """Not the token before; not 0 at first; and nothing of the lower half where the upper half has
-    more than any token of it: as Whisper's timestamps, by context, place and logits."""
+    """Forbid the previous token, token 0 at the start, and the lower half if the upper half is more
+    likely than each of its tokens: like Whisper's timestamps, by context, position and logits."""
     scores[text[-1] % len(scores)] = -np.inf
     if len(text) == output_start:
         scores[0] = -np.inf
@@ -59,7 +59,7 @@ RULES = NoRepeatNgram(2), BadWords(WORDS)
 
 @contextmanager
 def processing(change: Callable[..., Any]) -> Iterator[None]:
-    """`apply_processors` with other arguments, or not at all."""
+    """Call `apply_processors` with a changed text, or not at all."""
     real = sampler_module.apply_processors
 
     def apply_processors(processors, row, params, text, suppress=(), **more):
@@ -106,7 +106,7 @@ def test_control_rows_that_are_not_processed_show(
 @on_host
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_all_kinds_share_a_round(temperature: float) -> None:
-    """Also a guess that is forbidden, of which no distribution would be left."""
+    """Even if a draft without a distribution is a forbidden token."""
     target = random_model(1)
     decoder = make_decoder(target, near(target, 2, 0.5), slots=4)
     params = SamplingParams(temperature=temperature, seed=3, verify="coupled")
@@ -156,7 +156,7 @@ def test_suppressed_tokens() -> None:
 def test_rules_are_those_of_transformers(
     own: LogitsProcessor, theirs: TransformersProcessor
 ) -> None:
-    """On all kinds of texts of four tokens, so that they repeat themselves."""
+    """On random texts over five tokens, which repeat n-grams."""
     rng, forbidden = np.random.default_rng(0), 0
     for length in [*range(1, 10)] * 40:
         text, row = rng.integers(0, 6, length) % 5, np.zeros(6, np.float32)
@@ -164,7 +164,7 @@ def test_rules_are_those_of_transformers(
         own(row, text, 1)
         np.testing.assert_array_equal(np.isneginf(row), np.isneginf(expected[0].numpy()))
         forbidden += np.isneginf(row).sum()
-        narrow = np.zeros(3, np.float32)  # a draft's, of fewer tokens
+        narrow = np.zeros(3, np.float32)  # a draft with fewer tokens
         own(narrow, text, 1)
         np.testing.assert_array_equal(narrow, row[:3])
     assert forbidden > 0

@@ -1,7 +1,7 @@
-"""The verification rules as functions: what is left of p, what they report.
+"""The verification rules as functions: the residual distribution and the reported ratios.
 
-That they are exact is shown of every sampler alike, in test_kernel_exact.py; the edge table is in
-test_kernel_edges.py.
+test_kernel_exact.py shows for every sampler that they are exact; test_kernel_edges.py has the edge
+cases.
 """
 
 import numpy as np
@@ -43,9 +43,9 @@ def test_sigmoid_as_published():
     ratio = p_hat[0] / q_hat[0]
     assert verify(p, q, [0], [ratio - 1e-6], 0.5, params).accepted == 1
     verdict = verify(p, q, [0], [ratio + 1e-6], 0.5, params)
-    assert (verdict.accepted, verdict.token) == (0, 1)  # max(0, p^ - q^) is positive at 1 alone
+    assert (verdict.accepted, verdict.token) == (0, 1)  # max(0, p^ - q^) is positive only at 1
     assert verdict.ratios == pytest.approx((ratio,), abs=1e-6)
-    # p^ = q^: nothing left to draw from but p
+    # p^ = q^: the residual is empty, so p is drawn from
     assert verify(q * 2, q, [0], [0.999], 0.0, params).accepted == 1
     filtered = SamplingParams(temperature=1.0, verify="sigmoid", top_k=2)
     assert warp(z_p, filtered).sigmoid[0] == 0

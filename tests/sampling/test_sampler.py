@@ -1,4 +1,4 @@
-"""The round's sampler: the native kernel where it is there, NumPy and a line about it where not."""
+"""The round's sampler: the native kernel if it is available, otherwise NumPy and a warning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
 def test_penalties_count_the_output_and_not_the_prompt(
     sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: a round that hands over a context without where its output begins."""
+    """Fault: a round passes a context without the position where the output begins."""
     monkeypatch.setattr(rounds, "SAMPLER", sampler)
     target, prompt, text = random_model(1), [2, 3, 3, 4], list[int]()
     while len(text) < 30:
@@ -72,7 +72,7 @@ def test_penalties_count_the_output_and_not_the_prompt(
 
 @needs_kernel
 def test_logits_in_an_engines_buffers_need_no_copy() -> None:
-    """As the round gives them: step by step, of slots from another first one than the target's."""
+    """As a round passes them: step by step, with another first slot than the target's."""
     rng = np.random.default_rng(0)
     width, slots, vocab = 3, 4, 100
     params = SamplingParams(temperature=1.0)
@@ -80,13 +80,13 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
     target = rng.standard_normal((2, width + 1, vocab)).astype(np.float32)
     places = [SlotSampling(params, width, 10, index=index) for index in (2, 3)]
     draft = [pool[step, 1:] for step in range(width)]
-    sampler, fates = RoundSampler(vocab, width, slots), []
+    sampler, verdicts = RoundSampler(vocab, width, slots), []
     for each in (sampler, NumpySampler(vocab)):
         each.begin(places)
         for step in range(width):
             each.draw(draft[step], step, first_slot=1)
-        fates.append([(v.accepted, v.token) for v in each.verify(target, draft, first_slot=2)])
-    assert fates[0] == fates[1]
+        verdicts.append([(v.accepted, v.token) for v in each.verify(target, draft, first_slot=2)])
+    assert verdicts[0] == verdicts[1]
     with pytest.raises(ValueError, match="that the drafts were drawn from"):
         sampler.verify(target, first_slot=2)
     with pytest.raises(ValueError, match="evenly"):

@@ -17,11 +17,11 @@ from runtime.sampling.warp import SamplingParams, warp
 
 
 def reference(logits, params, context, suppress):
-    """(scores after all processors, scores before top-p): float32 [V], by Transformers itself,
-    which also chooses the order of the processors.
+    """(scores after all processors, scores before top-p), [V], computed by Transformers, which also
+    determines the order of the processors.
 
-    `TopPLogitsWarper` calls `torch.sort` without asking for stability, so which of equal scores at
-    the nucleus' edge it keeps differs between builds; here the sort is made stable.
+    `TopPLogitsWarper` uses an unstable `torch.sort`, so which of equal scores at the nucleus' edge
+    it keeps depends on the build; here the sort is made stable.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -53,7 +53,7 @@ def reference(logits, params, context, suppress):
 
 
 def undecided(scores, top_p):
-    """Tokens so near the nucleus' edge that a float32 cumulative sum may fall on either side."""
+    """Tokens so near the nucleus' edge that a float32 cumulative sum may decide either way."""
     order = np.argsort(scores, kind="stable")
     weights = np.exp(np.float64(scores[order]) - scores.max())
     mass = np.cumsum(weights) / weights.sum()

@@ -1,4 +1,4 @@
-"""The formulas against the paper's own figures (Leviathan, Kalman, Matias 2023), and against
+"""The formulas compared with the paper's figures (Leviathan, Kalman, Matias 2023) and with
 simulation; and the tool on a bundle."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_table_1(alpha: float, gamma: int, more: float, faster: float) -> None:
 
 
 def test_figure_2() -> None:
-    """Tokens of a round: from 1 at alpha 0 to gamma + 1 at 1, growing in both."""
+    """Tokens per round: from 1 at alpha 0 to gamma + 1 at alpha 1, increasing in both."""
     for gamma in (1, 3, 5, 7, 10):
         curve = [expected_tokens(a, gamma) for a in np.linspace(0, 1, 101)]
         assert curve[0] == 1 and curve[-1] == gamma + 1
@@ -47,7 +47,7 @@ def test_figure_2() -> None:
 
 
 def test_figure_3() -> None:
-    """The optimal gamma grows with alpha and falls with c; by definition no other is better."""
+    """The optimal gamma grows with alpha and falls with c, and no other gamma is faster."""
     for cost in (0.01, 0.02, 0.05, 0.1):
         chosen = [best_gamma(alpha, cost)[0] for alpha in (0.5, 0.6, 0.7, 0.8, 0.9)]
         assert chosen == sorted(chosen)
@@ -78,7 +78,7 @@ def test_the_oracle() -> None:
 
 
 def test_break_even() -> None:
-    # 10 plain steps for the draft's prefill; then each token takes half a step less.
+    # The draft's prefill costs 10 plain steps; then each token takes half a step less.
     assert break_even(10, 2) == pytest.approx(20)
     assert break_even(0, 2) == 0
     assert break_even(10, 1) == break_even(10, 0.5) == math.inf
@@ -89,10 +89,10 @@ def test_break_even() -> None:
 
 def test_without_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--alpha", "0.8", "--cost", "0.05"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^ +5 +3\.69 +2\.95x +1\.69x$", said, re.MULTILINE)
-    assert "best   gamma 8: 3.09x" in said
-    assert "bound  4.17x" in said
+    output = capsys.readouterr().out
+    assert re.search(r"^ +5 +3\.69 +2\.95x +1\.69x$", output, re.MULTILINE)
+    assert "best   gamma 8: 3.09x" in output
+    assert "bound  4.17x" in output
     assert main(["--alpha", "0.1", "--cost", "0.5"]) == 0
     assert "plain decoding, --gamma 0" in capsys.readouterr().out
 
@@ -115,10 +115,10 @@ def test_a_bundle(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> Non
     folder = workshop.bundle(target, target)
     argv = ["--engines", str(folder), "--prompt", "some words", "--tokens", "12"]
     assert main(argv) == 0
-    said = capsys.readouterr().out
-    assert "alpha 1.000" in said, "a draft that is the target"
-    assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+x +[\d.]+x +[\d.]+x$", said, re.MULTILINE)) == 8
-    assert "use --gamma" in said
+    output = capsys.readouterr().out
+    assert "alpha 1.000" in output, "a draft that is the target"
+    assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+x +[\d.]+x +[\d.]+x$", output, re.MULTILINE)) == 8
+    assert "use --gamma" in output
     alone = workshop.bundle(target)
     assert main(["--engines", str(alone), "--prompt", "x"]) == EXIT_STATUS["option"]
     assert main(["--engines", "nowhere", "--prompt", "x"]) == EXIT_STATUS["bundle"]

@@ -1,4 +1,4 @@
-"""Fixtures of this folder."""
+"""Fixtures for the tests of checkpoint formats."""
 
 from __future__ import annotations
 

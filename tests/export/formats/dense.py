@@ -1,4 +1,4 @@
-"""What a packed checkpoint is loaded as, held against what its file means."""
+"""Compare the loaded weights of a packed checkpoint with those that its file encodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 
 
 def different(tensors: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not `dense` to the bit; all of those must be there."""
+    """Names of the tensors that differ bitwise from `dense`, all of which must be present."""
     return [name for name, tensor in dense.items() if not torch.equal(tensors[name], tensor)]
 
 
 def recovers(tensor: torch.Tensor, bits: Any) -> bool:
-    """Whether the weight is found again in blocks, and is then the same to the bit."""
+    """Whether blocks are recovered from the weight and reproduce it bitwise."""
     blocks = recover(tensor.numpy(), bits)
     if blocks is None:
         return False
@@ -37,8 +37,8 @@ def recovers(tensor: torch.Tensor, bits: Any) -> bool:
 
 
 def bytes_per_number(found: Checkpoint, dense: dict[str, torch.Tensor]) -> set[int]:
-    """How many bytes a number of the projections takes until it is quantised. Of all matrices any
-    rows are made dense, and none as a whole when the model runs."""
+    """Bytes per weight of the projections before they are quantised. Any rows of a matrix can be
+    made dense, and running the model makes no whole matrix dense."""
     assert found.packed
     model = load_as_stored(found)
     parameters, ids, made_whole = dict(model.named_parameters()), torch.arange(9)[None], []

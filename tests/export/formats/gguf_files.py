@@ -1,4 +1,4 @@
-"""GGUF files, written as llama.cpp's converters do, with random blocks and what those mean."""
+"""GGUF files written as llama.cpp's converters do, with random blocks and their dense values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpoints import EOS, TOKENS
 from safetensors.torch import load_file
 
 Rng = np.random.Generator
-Block = Callable[[Rng], tuple[bytes, np.ndarray]]  # bytes, and the float32 numbers that they mean
+Block = Callable[[Rng], tuple[bytes, np.ndarray]]  # bytes, and the float32 numbers that they encode
 
 
 def _half(number: float) -> tuple[bytes, np.float32]:
@@ -35,7 +35,7 @@ def _q8_0(rng: Rng) -> tuple[bytes, np.ndarray]:
 
 
 def _blocks_of_32(bits: int, *, least: bool) -> Block:
-    """Q4_0 to Q5_1. least: with the smallest number, in place of levels around 0."""
+    """Q4_0 to Q5_1. least: blocks store their minimum, instead of levels centred on 0."""
 
     def block(rng: Rng) -> tuple[bytes, np.ndarray]:
         data, d = _half(rng.uniform(0.001, 0.01) * (1 if least else rng.choice([-1, 1])))
@@ -93,9 +93,9 @@ _LAYER = {
     "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-_PAIRS_NEIGHBOURS = {"llama", "granite", "smollm3"}  # what the rotation takes for pairs
-_ARCHITECTURE = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # where it is no model_type
-# By fields of the configuration; each file has those whose fields there are.
+_PAIRS_NEIGHBOURS = {"llama", "granite", "smollm3"}  # rotary pairs are neighbours
+_ARCHITECTURE = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # if not model_type
+# GGUF keys by configuration field; a file has the keys whose fields are set.
 _KEYS = {
     "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
@@ -114,11 +114,11 @@ _KEYS = {
 def _name(name: str, family: str) -> str:
     if family.startswith("gemma"):
         name = name.replace("post_attention_layernorm", "post_attention_norm")
-    for theirs, ours in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
-        name = name.replace(theirs, ours)
+    for hf, gguf in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
+        name = name.replace(hf, gguf)
     name = name.replace("lm_head", "output").replace("model.layers.", "blk.")
-    for theirs, ours in _LAYER.items():
-        name = name.replace(f".{theirs}.", f".{ours}.")
+    for hf, gguf in _LAYER.items():
+        name = name.replace(f".{hf}.", f".{gguf}.")
     return name
 
 
@@ -149,7 +149,7 @@ def _metadata(config: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _stacked(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts of a layer as one tensor."""
+    """Stack the experts of each layer into one tensor."""
     found: dict[str, Any] = {}
     for name, tensor in dense.items():
         if ".experts." in name:
@@ -164,10 +164,10 @@ def write(
     file: Path, source: Path, kind: str = "F32", *, more: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The checkpoint as llama.cpp's converter would write it, with random blocks of this kind in
-    the projections whose rows are whole blocks. more, tensors: beyond that; None for a key that is
-    left out. Returns the dense tensors that it means, under Transformers' names but for experts,
-    which are stacked."""
+    """Write the checkpoint as llama.cpp's converter would, with random blocks of this kind in the
+    projections whose rows are whole blocks. more, tensors: additional metadata and tensors; a key
+    set to None is left out. Returns the dense tensors that the file encodes, under Transformers'
+    names except for experts, which are stacked."""
     config = json.loads((source / "config.json").read_text())
     heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
     family = _ARCHITECTURE.get(config["model_type"], config["model_type"])

@@ -1,7 +1,7 @@
-"""Quantised checkpoints, written from random levels and scales, with the weights that they mean.
+"""Quantised checkpoints written from random levels and scales, with the weights that they encode.
 
-Nothing of export/ is used: words are packed and weights multiplied out here a second time, most of
-it block by block as the formats' own sources describe it.
+This is independent of export/: words are packed and weights dequantised by a second implementation,
+mostly block by block, as the sources of the formats describe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 Rng = np.random.Generator
 Parts = dict[str, torch.Tensor]
-# Of a projection's shape: its tensors by their last names, and the dense weight.
+# Given a projection's shape, returns its tensors by the last part of their names, and the dense
+# weight.
 Packer = Callable[[tuple[int, int], Rng], tuple[Parts, np.ndarray]]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -26,8 +27,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def write(
     folder: Path, source: Path, packer: Packer, **quantization: Any
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint `source` with packed projections, but for those that see. Returns the dense
-    tensors that it means."""
+    """Write the checkpoint `source` with packed projections, except those of the vision part.
+    Returns the dense tensors that it encodes."""
     shutil.copytree(source, folder)
     dense = load_file(folder / "model.safetensors")
     stored, rng = {}, np.random.default_rng(3)
@@ -46,7 +47,7 @@ def write(
 
 
 def mxfp4(folder: Path, source: Path) -> dict[str, torch.Tensor]:
-    """The same of a GPT-OSS, with packed experts."""
+    """Write a GPT-OSS checkpoint with packed experts; returns its dense tensors."""
     shutil.copytree(source, folder)
     dense, stored = load_file(folder / "model.safetensors"), {}
     rng = np.random.default_rng(3)
@@ -74,7 +75,7 @@ def mxfp4(folder: Path, source: Path) -> dict[str, torch.Tensor]:
 
 
 def words(levels: np.ndarray, bits: int) -> torch.Tensor:
-    """Unsigned levels in int32 along the last axis, the first in the lowest bits."""
+    """Pack unsigned levels into int32 along the last axis, the first in the lowest bits."""
     many = 32 // bits
     padded = np.pad(levels, [(0, 0)] * (levels.ndim - 1) + [(0, -levels.shape[-1] % many)])
     packed = np.zeros((*padded.shape[:-1], padded.shape[-1] // many), np.uint32)
@@ -90,7 +91,7 @@ def scales(shape: tuple[int, ...], rng: Rng, dtype: torch.dtype = torch.float16)
 def multiplied(
     levels: np.ndarray, zeros: np.ndarray, scale: torch.Tensor, group: np.ndarray
 ) -> np.ndarray:
-    """levels [N, K], zeros and scale [N, G], group [K]."""
+    """Dequantise levels [N, K] with zeros and scale [N, G]; group [K] maps columns to groups."""
     dense = np.empty(levels.shape, np.float32)
     for column, which in enumerate(group):
         factor = scale[:, which].float().numpy()
@@ -129,7 +130,7 @@ def awq(size: int) -> Packer:
         scale = scales(zeros.shape, rng)
 
         def ordered(table: np.ndarray) -> torch.Tensor:
-            """[N, X] as words of eight outputs [X, N / 8]."""
+            """Pack [N, X] into words of eight outputs, [X, N / 8]."""
             mixed = np.concatenate(
                 [table.T[:, first + np.array(AWQ_ORDER)] for first in range(0, rows, 8)], axis=1
             )
@@ -151,7 +152,7 @@ def compressed(
     packed: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Packer:
-    """compressed-tensors' integers, in words or as int8. size: None for whole rows."""
+    """Integers of compressed-tensors, packed in words or as int8. size: None for whole rows."""
 
     def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
         rows, width = shape
@@ -183,7 +184,7 @@ def compressed(
 
 
 def float8(block: int | None) -> Packer:
-    """block: rows and columns that share a scale, None for one scale a row."""
+    """block: number of rows and columns that share a scale; None for one scale per row."""
 
     def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
         rows, width = shape

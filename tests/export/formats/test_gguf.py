@@ -1,5 +1,5 @@
-"""GGUF files: what is loaded is what they mean, to the bit, whatever the family. What a file says
-and would be lost is one line."""
+"""GGUF files: the loaded weights are bitwise those that the file encodes, for every family. A file
+with content that would be lost is refused in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runtime.files.records import read_json
     ("Q5_1", None), ("F32", None),
 ])  # fmt: skip
 def test_gguf(source: Path, tmp_path: Path, kind: str, exact: int | None) -> None:
-    """A file; and a folder that holds it."""
+    """Loaded by file name, and from the folder that contains it."""
     dense = gguf_files.write(tmp_path / "model.gguf", source, kind)
     found = find(str(tmp_path / "model.gguf"))
     assert found.packed and kind in str(found.packed)
@@ -50,7 +50,7 @@ def test_gguf(source: Path, tmp_path: Path, kind: str, exact: int | None) -> Non
 def test_kinds_of_gguf_that_are_made_dense_from_the_file(
     source: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are rarer than these, which are taken for such here."""
+    """The path of rare kinds, taken here by common ones."""
     monkeypatch.setattr(gguf, "_SPLIT", {})
     dense = gguf_files.write(tmp_path / "model.gguf", source, kind)
     assert bytes_per_number(find(str(tmp_path)), dense) == set()
@@ -61,7 +61,7 @@ def rope(kind: str, theta: float, **own: float) -> dict[str, Any]:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Of what a file says, what the tiny checkpoints leave at its default.
+# Settings stored in GGUF files that the tiny checkpoints leave at their defaults.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": rope("linear", 1e4, factor=4.0)},
     "llama3": {"rope_parameters": rope("llama3", 5e5, factor=8.0, **LLAMA3)},
@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, name: str) -> None:
-    """The configuration too: rotation, heads, norms, biases, windows, caps, tied or not."""
+    """Tests the configuration too: rotation, heads, norms, biases, windows, caps, tied matrices."""
     source = workshop.checkpoint(name, **{"num_hidden_layers": 1, **FAMILIES[name]})
     original = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     more = {}
@@ -110,7 +110,7 @@ def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, 
 def test_the_largest_gemma_scales_its_scores_otherwise(
     workshop: Workshop, tmp_path: Path, name: str, layers: int
 ) -> None:
-    """By hidden_size / heads, 64 / 4, which a file tells by its number of layers alone."""
+    """It uses hidden_size / heads, 64 / 4; only the number of layers in the file identifies it."""
     source = workshop.checkpoint(name)
     for count, scale in ((layers, 16), (layers - 1, 32)):
         width = {f"{name}.attention.{part}_length": 32 for part in ("key", "value")}
@@ -119,7 +119,7 @@ def test_the_largest_gemma_scales_its_scores_otherwise(
 
 
 def test_the_oldest_files_of_phi3(workshop: Workshop, tmp_path: Path) -> None:
-    """They do not say to which length a model was trained first: it is their own."""
+    """They lack the original context length: it defaults to the context length."""
     more = {
         "phi3.rope.scaling.original_context_length": None,
         "phi3.attention.sliding_window": None,
@@ -132,7 +132,7 @@ def test_the_oldest_files_of_phi3(workshop: Workshop, tmp_path: Path) -> None:
 
 
 def test_the_experts_of_gguf_files(workshop: Workshop, tmp_path: Path) -> None:
-    """What the file stacks is in Transformers' order, gate before up, to the bit."""
+    """Stacked experts are loaded in Transformers' order, gate before up, and bitwise equal."""
     source = workshop.checkpoint("qwen3-moe", num_hidden_layers=1)
     dense = gguf_files.write(tmp_path / "model.gguf", source, "Q8_0")
     mlp = "model.layers.0.mlp.experts."
@@ -147,7 +147,7 @@ def test_the_experts_of_gguf_files(workshop: Workshop, tmp_path: Path) -> None:
 
 
 def test_a_changed_nibble_of_a_file_is_another_model(source: Path, tmp_path: Path) -> None:
-    """The control of the tests above."""
+    """Control of the tests above."""
     dense = gguf_files.write(tmp_path / "model.gguf", source, "Q4_0")
     content = bytearray((tmp_path / "model.gguf").read_bytes())
     assert content[-1 - 64 * 4] != 0  # beyond the norms, within the last projection
@@ -156,7 +156,7 @@ def test_a_changed_nibble_of_a_file_is_another_model(source: Path, tmp_path: Pat
     assert len(different(loaded(tmp_path / "model.gguf"), dense)) == 1
 
 
-# Tokenizers, and the whole way
+# Tokenizers, and a complete export
 
 
 def test_export_of_a_gguf_file(
@@ -164,7 +164,7 @@ def test_export_of_a_gguf_file(
 ) -> None:
     source = workshop.checkpoint("llama")
     gguf_files.write(tmp_path / "model.gguf", source, "Q4_0")
-    with traced_once():  # as that of its original with 4 bits
+    with traced_once():  # the graph is that of the original with 4 bits
         status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", str(MAX_LEN))
     assert status == 0, err
     assert "GGUF, Q4_0 and F32\n" in err
@@ -184,7 +184,8 @@ def test_export_of_a_gguf_file(
 def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
     source: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused before the export where the backend runs no such weights, which tells the default."""
+    """Refused before the export if the backend does not run such weights; the error shows the
+    default, which loses next to nothing."""
     gguf_files.write(tmp_path / "model.gguf", source, kind)
     status, output = command(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
     bits = "int4" if kind == "Q4_0" else "int8"
@@ -194,8 +195,8 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
 
 
 def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
-    """The same ids as the original's tokenizer; digits alone where the vocabulary wants that; and a
-    beginning of text, and words without merges, where Llama 3's are."""
+    """The same ids as the original's tokenizer; single digits if the pre-tokenizer splits them; a
+    begin-of-text token, and whole words without merges, as in Llama 3."""
     gguf_files.write(tmp_path / "model.gguf", source)
     original = load_tokenizer(find(str(source)))
     own = load_tokenizer(find(str(tmp_path / "model.gguf")))
@@ -208,9 +209,9 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     for pre, ids in (("llama-bpe", [0, 256]), ("gpt-4o", [TOKENS.index("a"), TOKENS.index("b")])):
         gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": pre, **more})
         assert load_tokenizer(find(str(tmp_path / "model.gguf")))("ab").input_ids == ids
-    # Special tokens, and a user's, that no bytes spell: each is one, under its own number.
+    # Special and user-defined tokens outside the byte alphabet: each is one token with its own id.
     whole = ["<｜User｜>", "    ", "<｜end▁of▁sentence｜>"]
-    kinds = [*[1] * (len(TOKENS) - 3), 3, 4, 1]  # the last is named as an end
+    kinds = [*[1] * (len(TOKENS) - 3), 3, 4, 1]  # the last one is eos_token_id
     more = {"tokenizer.ggml.tokens": [*TOKENS[:-3], *whole], "tokenizer.ggml.token_type": kinds}
     more["tokenizer.ggml.bos_token_id"] = more["tokenizer.ggml.eos_token_id"] = len(TOKENS) - 1
     gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": "qwen2", **more})
@@ -220,7 +221,7 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     assert own(text).input_ids == [TOKENS.index("a"), user, spaces, TOKENS.index("b"), end]
     assert own.decode(own(text).input_ids) == text and own.bos_token_id == end
     assert own.decode(own(text).input_ids, skip_special_tokens=True) == "a    b"
-    # Nor does it have more tokens than the model.
+    # The tokenizer has no more tokens than the model.
     assert len(own) == len(TOKENS) and max(own("<|endoftext|>").input_ids) < len(TOKENS)
     more = {"tokenizer.ggml.pre": "deepseek-coder"}
     gguf_files.write(tmp_path / "model.gguf", source, more=more)
@@ -233,11 +234,11 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
 
 
 def sentencepiece(spaces: str, prefix: bool | None) -> dict[str, Any]:
-    """A vocabulary of SentencePiece's, as a file has it. spaces: the token of two, as it is spelled
-    there. prefix: None where the file does not say."""
+    """A SentencePiece vocabulary as stored in a file. spaces: spelling of the token of two spaces.
+    prefix: add_space_prefix; None leaves it out."""
     pieces = ["▁", spaces, "a", "b", "▁a", "▁b", "ab", "<|end|>", "<|endoftext|>"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    kinds = [1, 4 if spaces == "  " else 1, *[1] * 5, 3, 3]  # users defined what is of spaces alone
+    kinds = [1, 4 if spaces == "  " else 1, *[1] * 5, 3, 3]  # 4: user-defined, of spaces alone
     ids = {"bos": 1, "eos": 2, "unknown": 0}
     return {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
@@ -249,7 +250,7 @@ def sentencepiece(spaces: str, prefix: bool | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# What llama.cpp says, beginning of text left out.
+# llama.cpp's tokens, without begin-of-text.
 @pytest.mark.parametrize(("family", "prefix", "sentence", "pieces"), [
     ("llama", None, " ab", ["▁▁", "ab"]),
     ("llama", None, "a<|end|>b\n", ["▁a", "<|end|>", "▁b", "<0x0A>"]),
@@ -261,7 +262,7 @@ def test_sentencepiece_in_gguf_files(
     workshop: Workshop, tmp_path: Path, family: str, prefix: bool | None, sentence: str,
     pieces: list[str],
 ) -> None:  # fmt: skip
-    """Where spaces belong that no key speaks of; and back again."""
+    """Spaces are added as llama.cpp adds them, although no key specifies it; and decoding."""
     source = workshop.checkpoint(family, **FAMILIES[family])
     spaces = "  " if family == "gemma3" else "▁▁"
     gguf_files.write(tmp_path / "model.gguf", source, more=sentencepiece(spaces, prefix))
@@ -269,11 +270,11 @@ def test_sentencepiece_in_gguf_files(
     assert own.convert_ids_to_tokens(260) == "▁▁"
     begin, *ids = own(sentence).input_ids
     assert begin == 1 and own.convert_ids_to_tokens(ids) == pieces
-    if "<" not in sentence:  # a space before each stretch does not tell that it is none
+    if "<" not in sentence:  # the spaces added after special tokens remain
         assert own.decode(own(sentence, add_special_tokens=False).input_ids) == sentence
 
 
-# Damaged ones, and what is not read
+# Damaged files, and unsupported content
 
 
 def _meta(key: str, value: Any) -> dict[str, Any]:
@@ -284,7 +285,7 @@ def _meta(key: str, value: Any) -> dict[str, Any]:
 def test_a_turn_ends_where_the_tokens_say(
     source: Path, tmp_path: Path, end_tokens: list[str]
 ) -> None:
-    """A file names one end of text; the other ones are found by what they are called."""
+    """A file has one eos_token_id; other end tokens are recognised by their names."""
     tokens = [*TOKENS[: -len(end_tokens)], *end_tokens]
     gguf_files.write(tmp_path / "m.gguf", source, more={"tokenizer.ggml.tokens": tokens})
     assert find(str(tmp_path)).config.eos_token_id == [0, *range(VOCAB_SIZE)[-len(end_tokens) :]]

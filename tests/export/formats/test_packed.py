@@ -1,5 +1,5 @@
-"""Checkpoints that are quantised already: what is loaded is what they mean, to the bit, and blocks
-are found again in it. Damaged ones are one line."""
+"""Checkpoints that are already quantised: the loaded weights are bitwise those that they encode,
+and blocks are recovered from them. Damaged ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 PACK = "pack-quantized"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 FLOAT8 = {"type": "float", "strategy": "channel"}
-# The packer, what config.json says, what the screen says, and the bits that carry all exactly.
+# The packer, the configuration, words of the description, and the bits that are lossless.
 FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
     "GPTQ, 4 bits": (
         packers.gptq(4, 64, symmetric=True), {**GPTQ, "bits": 4, "group_size": 64},
@@ -100,7 +100,7 @@ FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
     ),
 }  # fmt: skip
 
-# Of 8 bits with zero points: their differences have nine.
+# 8 bits with zero points: the differences need nine bits.
 TWO_BYTES = {
     "GPTQ, 8 bits", "compressed-tensors, 8 bits", "compressed-tensors, int8 with zero points",
 }  # fmt: skip
@@ -127,7 +127,7 @@ def test_folders(
 
 
 def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
-    """8 bits carry them over, 16 hold them."""
+    """8 bits reproduce the experts exactly; they are held in 16 bits."""
     dense = packers.mxfp4(tmp_path / "packed", workshop.checkpoint("gpt-oss"))
     found = find(str(tmp_path / "packed"))
     assert str(found.packed) == "MXFP4, 4 bits of floating point, groups of 32"
@@ -144,7 +144,7 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
     assert kept == 8 + 2 + 2 + 4  # projections, routers, ends, and the biases of experts
     assert different({name: weight.float() for name, weight in narrow.items()}, dense) == []
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    del config["dtype"]  # as it is published
+    del config["dtype"]  # as published
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
     again = load_as_stored(find(str(tmp_path / "packed"))).named_parameters()
     assert {name: weight.dtype for name, weight in again} == {
@@ -174,7 +174,7 @@ def test_damaged_experts(
 
 
 def test_the_packed_text_of_a_model_that_sees(workshop: Workshop, tmp_path: Path) -> None:
-    """Its files name their tensors otherwise than the model does."""
+    """Tensor names in its files differ from those of the model."""
     source = workshop.checkpoint("qwen2.5-vl", **SIZES)
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
     dense = packers.write(tmp_path / "packed", source, packer, **config)
@@ -183,11 +183,11 @@ def test_the_packed_text_of_a_model_that_sees(workshop: Workshop, tmp_path: Path
     wanted = loaded(tmp_path / "dense")
     assert different(loaded(tmp_path / "packed"), wanted) == []
     assert different(loaded(source), wanted) != []
-    assert not any("visual" in name for name in wanted)  # they are let go of
+    assert not any("visual" in name for name in wanted)  # the vision part is dropped
 
 
 def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None:
-    """Transformers makes one tensor of those of a layer."""
+    """Transformers has the experts of a layer in one tensor."""
     packer, config, *_ = FOLDERS["GPTQ, zero points"]
     packers.write(tmp_path / "packed", workshop.checkpoint("qwen3-moe"), packer, **config)
     found = find(str(tmp_path / "packed"))
@@ -197,7 +197,7 @@ def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None
 
 
 def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
-    """The control of the tests above."""
+    """Control of the tests above."""
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
     packed = tmp_path / "packed"
     dense = packers.write(packed, source, packer, **config)
@@ -210,7 +210,7 @@ def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_recovery(bits: Any) -> None:
-    """Blocks that end early, of zeros, of tiny and of negative scales, with peaks of all sizes."""
+    """Partial blocks, zeros, tiny and negative scales, and largest levels of all sizes."""
     rng = np.random.default_rng(bits)
     low, high = RANGE[bits]
     levels = rng.integers(low, high + 1, (40, 90)) // rng.integers(1, high, (40, 1))
@@ -229,7 +229,7 @@ def test_recovery(bits: Any) -> None:
     assert recover(rng.standard_normal((40, 90)).astype(np.float32), bits) is None
 
 
-# Damaged ones, and formats that are not read
+# Damaged checkpoints, and unsupported formats
 
 PROJ = "model.layers.0.self_attn.q_proj."
 WORDS = PROJ + "qweight"
