@@ -126,7 +126,7 @@ def test_a_part_that_was_exported_again(place: Place) -> None:
     assert not place.part.parent.exists()
 
 
-def test_leftovers_of_ones_own_number_and_in_a_folder_that_reads_as_a_pattern(
+def test_leftovers_of_the_same_process_id_and_beside_a_name_with_brackets(
     tmp_path: Path,
 ) -> None:
     """Faults: in a container, where every process has the same id, the next build failed because

@@ -143,7 +143,7 @@ def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
     assert dataclasses.replace(pair, draft=None).logits_bytes(3, gpu=False) == target
 
 
-def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_invalid_queue_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="queue=-1 or timeout=-2"):
         load(tmp_path / "nothing", queue=-1, timeout=-2)
 

@@ -235,7 +235,7 @@ def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, replace(SAMPLED, verify="coupled")])
-def test_where_it_is_promised_one_bit_fails(tmp_path, monkeypatch, options):
+def test_one_bit_fails_where_bitwise_equality_is_promised(tmp_path, monkeypatch, options):
     """The rounding is far below any near-tie, and the output is still the target's."""
     monkeypatch.setattr(certificate_module, "TEST_TOKENS", 96)
     target = random_model(1, never=[EOS])

@@ -24,7 +24,7 @@ MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
 
 
-def chosen(decoder: Decoder, name: int | str, **request: object) -> Request:
+def make_request(decoder: Decoder, name: int | str, **request: object) -> Request:
     policy = make_policy(name, decoder.costs["model"], decoder.max_gamma, fallback=True)
     gamma = decoder.max_gamma if isinstance(name, str) else name
     return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
@@ -38,7 +38,7 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
     decoder = make_decoder(MODEL, near(MODEL, 2, noise), slots=3)
     for first in (2, 5):  # the second requests use the costs that the first ones measured
         requests = [
-            chosen(decoder, name, prompt=[first + i, 5], max_new_tokens=20 + 9 * i)
+            make_request(decoder, name, prompt=[first + i, 5], max_new_tokens=20 + 9 * i)
             for i, name in enumerate(NAMES)
         ]
         alone = [plain(decoder, request) for request in requests]

@@ -56,7 +56,7 @@ def test_options_are_refused_by_the_api_too(engine, options):
 
 
 @pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
-def test_prompts_that_are_none(engine, prompt):
+def test_invalid_prompts(engine, prompt):
     with pytest.raises(OutriderError) as error:
         engine.generate(prompt)
     assert error.value.kind == "prompt"

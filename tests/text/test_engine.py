@@ -102,7 +102,7 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
         engine.batch("ab")
 
 
-def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
+def test_a_withdrawn_sequence_is_not_in_the_round(engine: TextEngine) -> None:
     """Fault: the round writes to a released slot, which another sequence may be using by then."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
     seen: list[list[ActiveSequence]] = []
@@ -129,7 +129,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
 
 
 @pytest.mark.parametrize("at", ["_changed.notify_all", "_wait_for_last_participants", "_run_round"])
-def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
+def test_an_interrupted_round_leaves_nothing_to_the_next(engine: TextEngine, at: str) -> None:
     """Fault: the next round writes to a released slot, or waits for a round that never ends."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
     seen: list[list[ActiveSequence]] = []
@@ -421,7 +421,7 @@ def test_memory_is_given_back_without_the_garbage_collector(tmp_path: Path) -> N
         gc.enable()
 
 
-def test_a_line_of_nobody(engine: TextEngine) -> None:
+def test_a_queue_of_length_zero(engine: TextEngine) -> None:
     full = TextEngine(engine.manifest, engine.tokenizer, engine.decoder, queue=0)
     held = [full.stream("abc") for _ in range(2)]
     for stream in held:

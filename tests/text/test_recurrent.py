@@ -26,10 +26,10 @@ KINDS = cases(["qwen3.5"], ["lfm2", "granite4"])
 
 @pytest.fixture
 def bundle(workshop: Workshop, request: pytest.FixtureRequest) -> Path:
-    return made(workshop, *request.param.split())
+    return make_bundle(workshop, *request.param.split())
 
 
-def made(workshop: Workshop, name: str, weights: str = "full") -> Path:
+def make_bundle(workshop: Workshop, name: str, weights: str = "full") -> Path:
     draft = workshop.checkpoint("llama", seed=7)
     return workshop.bundle(workshop.example(name), draft, weights=weights)
 
@@ -39,7 +39,7 @@ def test_a_talk_goes_on_where_its_state_is(workshop: Workshop, name: str) -> Non
     """The states in the rings of the target and the draft are reused; a prompt that branches off
     earlier is computed from its beginning."""
     original = original_of(workshop.example(name))
-    with load(made(workshop, name), threads=1) as engine:
+    with load(make_bundle(workshop, name), threads=1) as engine:
         first = engine.generate(PROMPTS[1], replace(greedy(8), max_new_tokens=20))
         talk = [*PROMPTS[1], *first.token_ids, 7, 9]
         result = engine.generate(talk, greedy(3))

@@ -153,7 +153,7 @@ def test_who_may_not_wait_is_told_at_once(queue: SlotQueue, words: str) -> None:
     assert not queue._waiting
 
 
-def test_a_full_line(waiters: Waiters) -> None:
+def test_a_full_queue(waiters: Waiters) -> None:
     queue = SlotQueue(2, queue=1)
     held = hold_elsewhere(queue, 2)
     waiting, future = waiters.join(queue, "a")
@@ -218,7 +218,7 @@ def test_what_is_dropped_is_free_for_who_waits(waiters: Waiters) -> None:
     assert queue.free == 0
 
 
-def test_who_waits_can_be_called_away(waiters: Waiters) -> None:
+def test_a_waiting_caller_can_be_cancelled(waiters: Waiters) -> None:
     queue = SlotQueue(1)
     held = hold_elsewhere(queue)
     caller, future = waiters.join(queue, "a")
@@ -237,6 +237,6 @@ def test_who_waits_can_be_called_away(waiters: Waiters) -> None:
     "wrong",
     [{"queue": -1}, {"queue": "x"}, {"timeout": -1}, {"timeout": float("nan")}, {"timeout": "x"}],
 )
-def test_what_is_no_line(wrong: dict[str, Any]) -> None:
+def test_invalid_queue_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="out of range"):
         SlotQueue(1, **wrong)

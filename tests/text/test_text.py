@@ -366,7 +366,7 @@ def test_templates_equal_transformers(
 
 
 @pytest.mark.parametrize("who", ["all", "user", "system first"])
-def test_text_is_a_part_where_a_template_reads_parts_alone(
+def test_text_is_passed_as_a_part_to_templates_that_read_only_parts(
     files: dict[str, Path], who: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -396,7 +396,7 @@ def test_text_is_a_part_where_a_template_reads_parts_alone(
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, PARTS, BOTH])
-def test_parts_are_a_text_where_a_template_reads_text_alone(
+def test_parts_are_passed_as_text_to_templates_that_read_only_text(
     files: dict[str, Path], template: str
 ) -> None:
     """Faults: a refusal, or the repr of a list in the prompt. Controls: templates that read
