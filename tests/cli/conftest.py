@@ -1,4 +1,4 @@
-"""The command on an engine of fakes."""
+"""The command line with an engine whose models are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, from `main` to the streams: texts, summaries, JSON, prompts, batches."""
+"""The command line, from `main` to its output: text, summaries, JSON, prompts, batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_how_the_bundle_is_loaded(cli):
     ],
 )  # fmt: skip
 def test_the_draft_model_is_opened_where_a_text_needs_it(cli, argv, opened):
-    """Of a batch it takes one line."""
+    """In a batch, a single line is enough."""
     second = "" if "--gamma" in argv else ', "draft": "model"'
     lines = f'{{"prompt": "a"}}\n{{"prompt": "a"{second}}}\n'
     cli(*argv.split(), "--max-new-tokens", "3", stdin=lines)
@@ -148,7 +148,7 @@ def test_detailed_statistics(cli):
     _, _, err = cli("--prompt", "hello", "--stats", "detailed")
     assert "\ndraft 4: accepted " in err
     assert "rounds by accepted drafts  0: " in err
-    assert "Theorem 3.8" not in err, "nobody timed a plain step"
+    assert "Theorem 3.8" not in err, "no plain step was timed"
     for argv in (["--baseline"], ["--gamma", "auto"]):
         _, _, err = cli("--prompt", "hello", "--stats", "detailed", *argv)
         assert re.search(r"a plain step \S+ ms \| Theorem 3.8 at alpha ", err)

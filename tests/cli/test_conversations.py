@@ -1,4 +1,4 @@
-"""`--chat`: what is asked, what was said before, and answers that are interrupted."""
+"""`--chat`: the messages sent, the history, and interrupted answers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from runtime.files.errors import Terminated
 
 
 def test_a_conversation(chat_cli):
-    """Every prompt has what was said before; /reset forgets it; the template is the bundle's."""
+    """Every prompt contains the history; /reset clears it; the template is the bundle's."""
     asked = []
     stream = chat_cli.engine.stream
     chat_cli.monkeypatch.setattr(
         chat_cli.engine, "stream",
-        lambda said, options: asked.append([dict(m) for m in said]) or stream(said, options),
+        lambda talk, options: asked.append([dict(m) for m in talk]) or stream(talk, options),
     )  # fmt: skip
     stdin = "do you\n\nreally\n/reset\nhm"
     status, out, err = chat_cli("--chat", "--stats", "detailed", stdin=stdin)
     assert (status, out) == (0, "yes, i do.\n" * 3)
-    said = [[m["content"] for m in messages] for messages in asked]
-    assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
+    contents = [[m["content"] for m in messages] for messages in asked]
+    assert contents == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
     assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
     assert err.count("| output 11 tok |") == err.count("ms  target prefill") == 3
 
 
 def test_a_template_may_be_the_messages_alone(tmp_path, capsys, monkeypatch):
-    """Fault: --chat asks first whether its options can be run, with a message that has no text."""
+    """Fault: --chat was refused, because it checked its options with a message without text."""
     monkeypatch.setattr(fakes, "CHAT_TEMPLATE", "{{ messages[-1].content }}")
     engine = make_text_engine(tmp_path, script("yes, i do."), order=None, chat=True)
     status, out, _ = Cli(engine, capsys, monkeypatch)("--chat", "--gamma", "0", stdin="do you\n")
@@ -45,12 +45,12 @@ def test_a_message_that_is_refused_is_not_said(chat_cli):
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, Terminated])
 def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli, how):
-    """Fault: SIGTERM ends the answer alone."""
+    """Fault: SIGTERM ends only the answer, not the conversation."""
     stream, asked = chat_cli.engine.stream, []
 
-    def interrupted(said, options):
-        asked.append([dict(message) for message in said])
-        running = stream(said, options)
+    def interrupted(talk, options):
+        asked.append([dict(message) for message in talk])
+        running = stream(talk, options)
         if len(asked) == 1:
             advance = running._advance
 

@@ -1,5 +1,5 @@
-"""What ends a command in its midst: Ctrl-C and SIGTERM at any moment, with one line and status 130
-or 143; missing libraries, short memory, closed streams, a full disk."""
+"""Commands that end early: by Ctrl-C or SIGTERM at any moment, with one line and status 130 or 143;
+by missing libraries, lack of memory, closed streams or a full disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from runtime.files.errors import (
 )
 def test_while_it_imports(tmp_path: Path, module: str, entry: str, name: str) -> None:
     """Fault: a traceback, or "PyTorch is not installed"."""
-    # Signals itself, and makes an ImportError of it as NumPy's native modules do.
+    # Sends itself the signal, and turns it into an ImportError as NumPy's native modules do.
     (tmp_path / f"{module}.py").write_text(
         "import os, signal\n"
         "try:\n"
@@ -78,7 +78,7 @@ def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFix
 def test_a_library_that_is_missing_and_one_that_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a broken install is said to be none."""
+    """Fault: a broken installation is reported as missing."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_one.py").write_text("import what_it_needs")
     with (
@@ -95,7 +95,7 @@ def test_a_library_that_is_missing_and_one_that_is_broken(
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("Exception during initialization: std::bad_alloc", "memory"),
         ("Failed to allocate memory for requested buffer of size 9", "memory"),
@@ -103,14 +103,15 @@ def test_a_library_that_is_missing_and_one_that_is_broken(
     ],
 )
 def test_a_session_that_does_not_open(
-    said: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    message: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Fault: "install the pinned onnxruntime" where memory is short, under its own log."""
+    """Faults: "install the pinned onnxruntime" although memory was short; log lines of ONNX Runtime
+    before the error."""
     import onnxruntime
 
     def session(_file: str, options: onnxruntime.SessionOptions, **_: object) -> None:
         assert options.log_severity_level == 4
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
     class Facts:
         dtype = "float32"
@@ -207,38 +208,39 @@ def test_a_full_disk(tmp_path, cli, monkeypatch):
         assert cli("--prompt", "a", "--json")[0] == EXIT_STATUS["disk"]
 
 
-class HasLittleRoom(io.FileIO):
-    """What a raw file may do: write a part and say how much."""
+class PartialWriter(io.FileIO):
+    """A raw file, which may write only a part and return how much."""
 
     def write(self, data):
         return super().write(bytes(data)[:3])
 
 
 def test_a_stream_without_a_buffer_loses_nothing(tmp_path, cli, monkeypatch):
-    """Fault: with PYTHONUNBUFFERED a disk that was almost full kept a part, with status 0."""
+    """Fault: with PYTHONUNBUFFERED, an almost full disk received only a part, with status 0."""
     path = tmp_path / "out"
     with monkeypatch.context() as patch:
-        raw = io.TextIOWrapper(HasLittleRoom(path, "w"), write_through=True)
+        raw = io.TextIOWrapper(PartialWriter(path, "w"), write_through=True)
         patch.setattr(sys, "stdout", raw)
         assert cli("--prompt", "a", "--max-new-tokens", "9")[0] == 0
     assert path.read_text() == cli.engine.generate("a", max_new_tokens=9).text + "\n"
 
 
 def test_pipes_that_do_not_block(cli, monkeypatch):
-    """Fault: a TypeError where nothing had been written to stdin yet; text that did not fit."""
+    """Faults: a TypeError if nothing had been written to stdin yet; output that did not fit the
+    pipe."""
     prompts, given = os.pipe()
-    told, output = os.pipe()
+    answers, output = os.pipe()
     for end in (prompts, output):
         os.set_blocking(end, False)
     with (
         open(prompts) as stdin, open(output, "w") as stdout, monkeypatch.context() as patch,
-        ThreadPoolExecutor() as pool, open(given, "w") as writer, open(told) as reader,
+        ThreadPoolExecutor() as pool, open(given, "w") as writer, open(answers) as reader,
     ):  # fmt: skip
         patch.setattr(sys, "stdin", stdin)
         patch.setattr(sys, "stdout", stdout)
         many = pool.submit(cli, "--batch", "-", "--max-new-tokens", "99")
         lines = ('{"prompt": "a", "logprobs": 9}\n') * 20
-        time.sleep(0.05)  # too little would let a fault pass, and no right one fail
+        time.sleep(0.05)  # if too short, a fault may go unnoticed; never a false alarm
         writer.write(lines)
         writer.close()
         time.sleep(0.05)
@@ -254,14 +256,14 @@ def print_a_line():
 
 
 def test_a_line_that_only_announces():
-    """Fault: "cannot read the tokenizer: … one of. Give …", for a space came after the colon."""
-    said = "from one of: \n(1) a file, \n(2) an instance"
-    assert first_line(ValueError(said)) == "from one of: (1) a file"
+    """Fault: "cannot read the tokenizer: … one of. Give …", because a space followed the colon."""
+    message = "from one of: \n(1) a file, \n(2) an instance"
+    assert first_line(ValueError(message)) == "from one of: (1) a file"
     assert first_line(ValueError()) == "ValueError"
 
 
 def test_a_package_that_is_not_installed(capsys):
-    """Fault: a traceback for whoever forgot to activate the environment."""
+    """Fault: a traceback if the environment is not activated."""
 
     def work() -> int:
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
@@ -274,7 +276,8 @@ def test_a_package_that_is_not_installed(capsys):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["a full disk", "a closed pipe"])
 def test_what_print_left_in_the_buffer(name, monkeypatch):
-    """Fault: it failed when the interpreter ended, with "Exception ignored" and status 120."""
+    """Fault: the write failed only as the interpreter exited, with "Exception ignored" and status
+    120."""
     reader, writer = os.pipe()
     os.close(reader)
     expected = 0 if name == "a closed pipe" else EXIT_STATUS["disk"]

@@ -1,4 +1,4 @@
-"""What the command line refuses, and when: before it loads a bundle, where that can be."""
+"""What the command line refuses, and when: before it loads a bundle, if possible."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONE = '{"prompt": "a"}'
         ("--batch - --stream", ONE, "option", "--stream prints text"),
         ("--batch - --baseline", ONE, "option", "--batch has many"),
         ("--batch - --check", ONE, "option", "--batch has many"),
-        # The second to read found nothing: an empty prompt, or a batch without requests.
+        # The second option to read found nothing: an empty prompt, or a batch without requests.
         ("--source - --prompt -", "a", "option", "two options read standard input"),
         ("--source-file - --batch -", ONE, "option", "two options read standard input"),
         ("--chat --json", "", "option", "--chat"),
@@ -89,7 +89,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--min-new-tokens 300", "min_new_tokens=300 exceeds"),
         ("--verify sigmoid", "not defined at temperature=0"),
         ("--top-p 0", "top_p=0.0 is out of range"),  # all other values: test_warp.py
-        # What argparse itself refuses.
+        # Refused by argparse itself.
         ("--max-new-tokens 0", "'0' is not an integer >= 1"),
         ("--gamma often", "'often' is not an integer >= 0, auto or transformers"),
         ("--temperature warm", "invalid float value"),

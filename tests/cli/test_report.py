@@ -1,4 +1,4 @@
-"""The summary's figures from known counts and times."""
+"""The figures of the summary, from known counts and times."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_lines_of_one_text():
         "rounds 9 | tau 1.00 tok/round | plain decoding (gamma 0)",
         "time draft 0% verify 90% sample 10% host 0%",
     ]
-    said = "rounds 9 | tau 1.00 tok/round | nothing drafted (gamma auto, 9 rounds without drafts)"
-    assert report.round_lines(plain, "auto, 9 rounds without drafts")[0] == said
+    line = "rounds 9 | tau 1.00 tok/round | nothing drafted (gamma auto, 9 rounds without drafts)"
+    assert report.round_lines(plain, "auto, 9 rounds without drafts")[0] == line
     again = Stats(prompt_tokens=9, reused_tokens=7, output_tokens=1, ttft=0.02, elapsed=0.02)
     assert report.answer(make_result(again)).startswith("prompt 9 tok (7 reused) | TTFT 20.0 ms")
 
@@ -71,7 +71,8 @@ def test_detailed():
 
 
 def test_the_theorem_is_in_plain_steps():
-    """Fault: c was a share of a verification, which takes longer: .15 here, and 1.97 times."""
+    """Fault: c was relative to a verification, which takes longer than a plain step: c was .15 here
+    instead of .22, and the result 1.97x."""
     costs = RoundCosts.of(0.7 / 349, {0: 0.009, 5: 0.0135}, 5)
     assert report.detailed(make_stats(), costs)[7] == (
         "a draft step 2.0 ms, a verification 13.5 ms, a plain step 9.0 ms | "
@@ -86,8 +87,8 @@ def test_memory():
 
 def test_baseline():
     plain = make_result(Stats(output_tokens=100, elapsed=2.0))
-    said = report.baseline(make_result(), plain, same=True)
-    assert said == "baseline 50.0 tok/s -> 2.78x | same tokens"
+    line = report.baseline(make_result(), plain, same=True)
+    assert line == "baseline 50.0 tok/s -> 2.78x | same tokens"
     assert report.baseline(make_result(), plain, same=False).endswith("2.78x | output 100 tok")
     other = make_result(plain.stats, tokens=(Token(5, "first"), Token(9, "plain")))
     assert "different tokens from 1 on" in report.baseline(make_result(), other, same=True)

@@ -1,5 +1,5 @@
-"""Who else may propose, and how: tables, chains, a corpus, a temperature and a threshold of the
-draft's own. That none of them changes what comes out, and that each does what it is for."""
+"""Other draft sources and their options: tables, chains, a corpus, a temperature and a threshold of
+the draft. None of them changes the distribution of the output, and each serves its purpose."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sampled(**options: Any) -> SamplingParams:
 
 
 @on_host
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"model"}))  # which test_decoder.py has
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"model"}))  # "model": test_decoder.py
 @pytest.mark.parametrize("gamma", [1, 8])
 def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
     alone = kind != "chain"
@@ -98,13 +98,13 @@ def test_a_draft_with_its_own_temperature(temperature: float) -> None:
     indirect=["sampler"],
 )
 def test_drafting_that_stops_early(threshold: float) -> None:
-    """Over several rounds, every number that is drawn a coin of its own."""
+    """Over several rounds, in which every random number is an independent draw."""
     for rule in ("token", "block"):
         asked = {"params": at(verify=rule), "draft_threshold": threshold}
         assert by_keys(2, 4, own, **asked) < 1e-12
 
 
-# Every token is there, so that there is something to look up after each.
+# Contains every token, so that a lookup after any of them finds something.
 ALL_TOKENS = [5, 0, 3, 6, 1, 4, 7, 2, 5, 1]
 
 
@@ -145,7 +145,7 @@ def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
 
 
 def test_a_chain_whose_rows_are_others_is_noticed() -> None:
-    """Verified as if its tokens had been drawn from anything."""
+    """Its tokens are verified as if they had been drawn uniformly."""
     fill = Proposer._fill_row
 
     def flat(self: Proposer, row: Any, *others: Any) -> None:
@@ -156,12 +156,12 @@ def test_a_chain_whose_rows_are_others_is_noticed() -> None:
         assert by_keys(2, 4, own, 1, ALL_TOKENS, draft="chain") > 0.01
 
 
-# What they are for
+# Their purpose
 
 
 @on_host
 def test_a_chain_drafts_what_the_model_drafts() -> None:
-    """At temperature 0 token for token, with fewer calls of the draft."""
+    """At temperature 0 the tokens are the same, with fewer calls of the draft model."""
     model = REPEATS
     draft = near(model, 2, 0.3)
     texts, calls, stats = [], [], []
@@ -177,7 +177,7 @@ def test_a_chain_drafts_what_the_model_drafts() -> None:
 
 @on_host
 def test_all_kinds_side_by_side() -> None:
-    """Rows of one buffer, some of them the engine's; each as if it were alone."""
+    """Their rows share a buffer, which may be the engine's; each has the same output as alone."""
     model = random_model(4)
     kinds: list[Any] = [*sorted(KINDS), "model"]
     requests = [
@@ -199,7 +199,7 @@ def test_all_kinds_side_by_side() -> None:
 @on_host
 @pytest.mark.parametrize(("gamma", "threshold"), [(2, 0.0), (8, 0.4)])
 def test_a_lookup_beside_fewer_steps(gamma: int, threshold: float) -> None:
-    """It drafts all that it would alone, and the model is not called for that."""
+    """A lookup drafts as much as alone, and causes no calls of the draft model."""
     lookup = Request([2, 3, 2, 3], sampled(), gamma=8, draft="ngram", max_new_tokens=40)
     steps = replace(lookup, gamma=gamma, draft="model", draft_threshold=threshold)
     decoders = [make_decoder(REPEATS, random_model(2), slots=slots) for slots in (1, 1, 2)]
@@ -242,7 +242,7 @@ def test_stopping_saves_drafts() -> None:
 
 @on_host
 def test_confidence_is_the_drafts_own() -> None:
-    """Whatever temperature its tokens are drawn at."""
+    """Independent of the temperature at which its tokens are drawn."""
     row = np.log(np.array([0.1, 0.2, 0.7], np.float32))
     decoder = make_decoder(random_model(1), random_model(2))
     for own_temperature in (None, 0.5, 2.0):
@@ -284,7 +284,7 @@ def test_tables_by_definition() -> None:
         check("bigram", drafts, pairs((drafts or [2])[-1], 1))
         check("skip", drafts, pairs(2, len(drafts) + 1))
     check("skip", [3, 1, 0], unigram)
-    check("bigram", [6], unigram)  # nothing came after it
+    check("bigram", [6], unigram)  # 6 never occurs
     assert made.after(1000, 1) is made.unigram
 
 
@@ -313,8 +313,8 @@ def test_the_longer_match_wins() -> None:
     corpus = Corpus([1, 2, 3, 4, 5, 9, 7])
     lookup = Lookup(corpus=corpus)
     lookup.update([4, 8, 3, 4])
-    assert lookup.propose(3) == [5, 9, 7]  # "3 4" of the corpus before "4" of the text
-    assert lookup.propose(3, [8]) == [3, 4, 8]  # "4 8" of the text
+    assert lookup.propose(3) == [5, 9, 7]  # "3 4" in the corpus, rather than "4" in the text
+    assert lookup.propose(3, [8]) == [3, 4, 8]  # "4 8" in the text
     assert lookup.propose(3, [6]) == []
 
 

@@ -1,4 +1,4 @@
-"""Drafts without a model: what is proposed, by definition; and that the text stays the target's."""
+"""Drafts without a model: the proposals equal their definition, and the output is the target's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("sampler")
 
 
 def proposal(text: Sequence[int], count: int, longest: int = MAX_NGRAM) -> list[int]:
-    """By definition, looking through the whole text each time."""
+    """The definition of a lookup, which searches the whole text each time."""
     for n in range(min(longest, len(text) - 1), 0, -1):
         end = text[len(text) - n :]
         for start in range(len(text) - n - 1, -1, -1):
@@ -57,7 +57,7 @@ def lookups(**request: object) -> Request:
 
 @on_host
 def test_switching_between_them() -> None:
-    """The draft's cache is caught up after rounds that it slept through."""
+    """The draft's cache catches up after rounds in which the draft model was not used."""
     model = random_model(3)
     decoder = make_decoder(model, near(model, 2, 0.5))
     request = lookups(max_new_tokens=40, gamma=4)
@@ -73,8 +73,8 @@ def test_switching_between_them() -> None:
 
 @pytest.mark.parametrize("sampler", ["numpy"], indirect=True)
 def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
-    """The sampler is told that what was looked up was certain, whatever the draft's row says there:
-    otherwise it would be accepted by a q that nothing was drawn from."""
+    """The row of a looked-up token gives it probability 1, whatever the draft model left there;
+    otherwise it would be verified with a q that it was not drawn from."""
     decoder = make_decoder(REPEATS, near(REPEATS, 2, 1.0), order=None, slots=2)
     beside = lookups(max_new_tokens=20, params=SamplingParams(temperature=1.0, seed=2), gamma=2)
     batch = [decoder.admit(replace(beside, draft=kind)) for kind in ("model", "ngram")]
@@ -88,7 +88,7 @@ def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
 
 @pytest.mark.parametrize("name", [".", "missing", "/dev/zero", "latin", "a\0b"])
 def test_a_corpus_that_cannot_be_read(name: str, tmp_path: Path) -> None:
-    """Fault: of a name with a zero byte Python's own ValueError came through."""
+    """Fault: a file name with a null byte raised Python's ValueError."""
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(OutriderError, match="option: cannot read it: "):
         read_text(tmp_path / name, "it")

@@ -1,4 +1,4 @@
-"""A host application's own kind of draft: registered in one line, exact at every temperature."""
+"""An application's own kind of draft: registered in one line, exact at every temperature."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.sequence import ActiveSequence, Request
 
 
 class Liar(Phrases):
-    """It says that its tokens were drawn from anything."""
+    """A draft that reports a uniform q for tokens that it did not draw."""
 
     point_masses = False
 
@@ -29,7 +29,7 @@ class Liar(Phrases):
 
 
 class Careless(Draft):
-    """It knows neither how many tokens are wanted nor which there are."""
+    """A draft that ignores how many tokens are wanted, and which ones exist."""
 
     at_once = True
     proposal: ClassVar[list[int]] = []
@@ -55,7 +55,7 @@ def test_the_distribution_is_the_targets() -> None:
     for seed in (1, 2):
         assert by_keys(2, 4, own, seed, draft="phrases") < 1e-12
     liar = max(by_keys(2, 4, own, seed, draft="liar") for seed in (1, 2))
-    assert liar > 0.01, "the control: a q that is misreported"
+    assert liar > 0.01, "the control: a misreported q"
 
 
 def test_the_command_line_knows_it() -> None:
@@ -74,7 +74,8 @@ def test_a_name_has_one_meaning() -> None:
 def test_what_cannot_be_a_draft_is_left_out(
     proposal: list[int], drafted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that come with rows too, and more than were asked for."""
+    """Proposed tokens beyond the vocabulary, and more than were requested, are dropped; also if the
+    draft returns rows."""
     monkeypatch.setitem(registry.KINDS, "careless", Careless)
     monkeypatch.setattr(Careless, "proposal", proposal)
     decoder = make_decoder(random_model(1))
@@ -87,7 +88,7 @@ def test_what_cannot_be_a_draft_is_left_out(
 
 
 def test_a_kind_that_needs_what_there_never_is() -> None:
-    """It once broke every request of every engine."""
+    """Fault: every request of every engine failed."""
 
     class Typo(Phrases):
         needs = ("korpus",)

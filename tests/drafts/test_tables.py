@@ -1,4 +1,4 @@
-"""A file of tables is whole or refused in one line, whatever happened to its bytes."""
+"""A table file is either sound or refused in one line, whatever happened to its bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def is_refused(path: Path, width: int = len(WORDS)) -> bool:
-    """In one line that names the file; otherwise all rows of what was read can be asked for."""
+    """Whether the file is refused, in one line that names it; if not, all its rows are finite."""
     try:
         read = Tables.load(path, WORDS, width)
     except OutriderError as error:
@@ -44,9 +44,8 @@ def is_refused(path: Path, width: int = len(WORDS)) -> bool:
 
 
 def test_damaged_bytes(table: Path) -> None:
-    """Flipped, cut, doubled and overwritten: what zipfile, zlib and NumPy each raise their own for.
-
-    A sound file is the control, here and in what a mutation happens to leave sound.
+    """Bytes that are flipped, cut off, duplicated or overwritten: zipfile, zlib and NumPy raise
+    errors of their own for them. Controls: a sound file, and those that a mutation leaves sound.
     """
     assert not is_refused(table)
     sound, chance = table.read_bytes(), random.Random(0)
@@ -63,7 +62,7 @@ def test_damaged_bytes(table: Path) -> None:
                 content[at:at] = content[: chance.randrange(64)]
             case 3:
                 content[at : at + 8] = chance.randbytes(8)
-            case 4:  # the directory at the end, which says where everything is
+            case 4:  # the directory at the end, which lists the positions
                 at = len(content) - 1 - chance.randrange(200)
                 content[at] = chance.randrange(256)
         table.write_bytes(content)
@@ -88,7 +87,7 @@ def test_damaged_bytes(table: Path) -> None:
     ],
 )
 def test_arrays_that_are_no_tables(table: Path, name: str, value: Any) -> None:
-    """Sound as a file: only looking at the numbers tells."""
+    """The file is sound, and only its values are wrong."""
     with np.load(table) as file:
         arrays = dict(file)
     np.savez_compressed(table, **arrays)

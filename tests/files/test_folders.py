@@ -1,4 +1,4 @@
-"""Who owns a file: one copy on the disk, one name each, and nobody's edit is another's surprise."""
+"""Ownership of files: one copy on the disk, and editing a file never changes another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTENT = b"weights" * 100
 
 
 class Place:
-    """A cache with one part, a graphs folder that links to it, and bundles made of that."""
+    """A cache with one part, a graphs folder that links to it, and bundles built from that."""
 
     def __init__(self, root: Path):
         self.root, self.part = root, root / "cache" / "key" / "weights.bin"
@@ -37,7 +37,7 @@ class Place:
         symlink_or_copy(self.part, self.graph)
 
     def build(self, name: str, content: bytes = CONTENT) -> Path:
-        """As engines/bundle.py does: the bundle's own file."""
+        """Build a bundle as engines/bundle.py does, and return its own file."""
         out = self.root / name
         with write_folder(out, MANIFEST_FILE) as partial:
             place_file(self.graph, partial / "target" / "weights.bin", out)
@@ -49,7 +49,7 @@ class Place:
         return made
 
     def inodes(self) -> set[int]:
-        """Of the files with this content, wherever they are: how often it is on the disk."""
+        """The inodes of all files with this content: one for each copy on the disk."""
         files = (path for path in self.root.rglob("*") if path.is_file())
         return {path.stat().st_ino for path in files if path.stat().st_size == len(CONTENT)}
 
@@ -62,11 +62,11 @@ def place(tmp_path: Path) -> Place:
 def test_the_bundle_owns_the_only_copy(place: Place) -> None:
     made = place.build("bundle")
     inode = made.stat().st_ino
-    assert place.build("bundle").stat().st_ino == inode, "building again moves nothing"
+    assert place.build("bundle").stat().st_ino == inode, "another build moves nothing"
     assert len(place.inodes()) == 1
     assert place.part.is_symlink() and place.graph.read_bytes() == CONTENT
     assert not os.path.isabs(place.part.readlink()) and place.part.samefile(made)
-    # The checkout may move as a whole.
+    # The whole checkout may be moved.
     moved = place.root.rename(place.root.with_name("moved"))
     assert (moved / "cache" / "key" / "weights.bin").read_bytes() == CONTENT
 
@@ -80,12 +80,12 @@ def test_two_bundles_of_the_same_graphs(place: Place) -> None:
     assert place.build("third") and place.build("second")
     for name in ("second", "third"):
         shutil.rmtree(place.root / name)
-    # A link to nothing, which `verify_files` calls missing: the part is exported again.
+    # A dangling link, which `verify_files` treats as missing: the part is exported again.
     assert not place.graph.is_file() and not place.part.is_file()
 
 
 def test_a_file_of_somebody_else_stays_his(place: Place) -> None:
-    """A graphs folder that was copied: it holds files, and keeps them."""
+    """A graphs folder that was copied contains files instead of links, and keeps them."""
     place.graph.unlink()
     place.graph.write_bytes(CONTENT)
     made = place.build("bundle")
@@ -95,7 +95,7 @@ def test_a_file_of_somebody_else_stays_his(place: Place) -> None:
 
 
 def test_two_builds_at_the_same_time(place: Place) -> None:
-    """Both took the cache's file before either had settled: both end with a file of their own."""
+    """Both place the cache's file before either is finalized: each ends with its own file."""
     outs = [place.root / name / "weights.bin" for name in ("first", "second")]
     for out in outs:
         place_file(place.graph, out, out.parent)
@@ -106,16 +106,16 @@ def test_two_builds_at_the_same_time(place: Place) -> None:
 
 
 def test_the_newest_bundle_owns_the_file(place: Place) -> None:
-    """Fault: the cache went with the first bundle, though the second held the same file."""
+    """Fault: the cache was lost with one bundle, although another one held the same file."""
     first, second = place.build("first"), place.build("second")
     assert place.part.samefile(second)
     shutil.rmtree(place.root / "second")
-    finalize_file(place.graph, first)  # as a build does that finds its bundle unchanged
+    finalize_file(place.graph, first)  # as a build that finds its bundle unchanged
     assert place.part.is_symlink() and place.part.samefile(first)
 
 
 def test_a_part_that_was_exported_again(place: Place) -> None:
-    """Fault: the cache kept its copy beside the bundle's for good."""
+    """Fault: the cache kept a second copy beside the bundle's forever."""
     made = place.build("bundle")
     place.part.unlink()
     place.part.write_bytes(CONTENT)
@@ -126,11 +126,11 @@ def test_a_part_that_was_exported_again(place: Place) -> None:
     assert not place.part.parent.exists()
 
 
-def test_leftovers_of_ones_own_number_and_in_a_folder_that_reads_as_a_pattern(
+def test_leftovers_of_the_same_process_id_and_beside_a_name_with_brackets(
     tmp_path: Path,
 ) -> None:
-    """Faults: in a container each process has the same number, and the next build said that a file
-    had its folder's name; and of "a[b]" nothing was ever found."""
+    """Faults: in a container, where every process has the same id, the next build failed because
+    its temporary folder existed; and the leftovers of "a[b]" were never found."""
     out = tmp_path / "a[b]"
     for process in (os.getpid(), 1 << 40):
         (tmp_path / f".a[b].partial-{process}").mkdir()
@@ -140,20 +140,20 @@ def test_leftovers_of_ones_own_number_and_in_a_folder_that_reads_as_a_pattern(
 
 
 def test_leftovers_of_a_killed_process(place: Place) -> None:
-    """Fault: they blocked the cache for good, and stayed in the bundle at full size."""
+    """Faults: they blocked the cache forever, and stayed in the bundle at full size."""
     made = place.build("bundle")
     (place.part.parent / "graph.json").write_text('{"kind": "graph"}')
     dead, same, living = 1 << 40, os.getpid(), os.getppid()
     for beside in (place.part, made):
         for process in (dead, living):
             beside.with_name(f".{beside.name}.partial-{process}").write_bytes(CONTENT)
-    check_writable(place.part.parent, "graph.json")  # may be written anew
+    check_writable(place.part.parent, "graph.json")  # may be replaced
     finalize_file(place.graph, made)
     for beside in (place.part, made):
         left = {path.name for path in beside.parent.glob(".*")}
         assert left == {f".{beside.name}.partial-{living}"}
     place.graph.with_name(f".{place.graph.name}.partial-{same}").symlink_to("x")
-    symlink_or_copy(place.part, place.graph)  # its number is this process's
+    symlink_or_copy(place.part, place.graph)  # the leftover has this process's id
     (place.part.parent / ".notes.1").write_text("somebody's")
     with pytest.raises(OutriderError, match=r"it contains \.notes\.1"):
         check_writable(place.part.parent, "graph.json")
@@ -172,7 +172,7 @@ def test_file_systems_without_links(
 
 
 def test_a_file_system_that_shares_blocks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stood in for by a copy: then the cache keeps its file, and there are no links at all."""
+    """Emulated by a copy: the cache keeps its own file, and there are no links at all."""
 
     def clone(new: object, request: int, old: int) -> None:
         assert request == folders._FICLONE
@@ -193,18 +193,18 @@ def test_taking_a_file_does_not_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_text() == "old"
 
 
-# Where a folder may be written, and what is left there
+# Where a folder may be written, and what remains there
 
 
 @pytest.mark.parametrize(
     "where",
-    # The last: not even root may write.
+    # In the last one, not even root may write.
     ["/", "thesis", "circle", "circle/out", f"{__file__}/out", "/proc/outrider"],
 )
 def test_out_is_refused_before_anything_is_exported(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `make engines` asks first."""
+    """The check that `make engines` runs first."""
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.md").write_text("years of work")
     (tmp_path / "circle").symlink_to("circle")
@@ -245,5 +245,5 @@ def test_folders_of_a_killed_process(tmp_path: Path) -> None:
     (tmp_path / f".out.replaced-{dead.pid}" / MANIFEST_FILE).write_text('{"kind": "manifest"}')
     with pytest.raises(RuntimeError), write_folder(tmp_path / "out", MANIFEST_FILE):
         raise RuntimeError
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the old one is back
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the old one is restored
     assert (tmp_path / "out" / MANIFEST_FILE).exists()

@@ -1,4 +1,4 @@
-"""A manifest that somebody wrote, with a right checksum: refused in one line, or it can be used."""
+"""An edited manifest with a valid checksum is either refused in one line or usable."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ NONSENSE: list[Any] = [
 
 @pytest.fixture(params=["onnxruntime", "tensorrt_rtx", "audio"])
 def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Two models of nothing: the files are there, and no graph is in them."""
-    hears, compiled = request.param == "audio", request.param in ("tensorrt_rtx", "aotinductor")
+    """A bundle of two models whose files exist, but contain no graphs."""
+    audio_model = request.param == "audio"
+    compiled = request.param in ("tensorrt_rtx", "aotinductor")
     backend = request.param if compiled else "onnxruntime"
     folder = tmp_path / "bundle"
 
@@ -58,11 +59,11 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return {name: file_facts(folder / part / name) for name in names}
 
     encoder, names = None, ["graph.onnx", "weights.bin"]
-    if hears:
+    if audio_model:
         features = FeatureFacts(16_000, 80, 400, 160, 480_000)
         encoder = EncoderFacts([[2, 16]] * 2, [[2, 16]] * 2, features, 1500)
         names += ["encoder.onnx", "encoder.bin"]
-    if request.param == "int8":  # of its own for the CPU
+    if request.param == "int8":  # has separate files for the CPU
         names += ["host.onnx", "host.bin"]
     audio = AudioFacts(
         290, {"<|en|>": 291, "<|de|>": 292}, {"transcribe": 293}, True, [7, 8], [9], 100, True,
@@ -85,8 +86,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             files("tokenizer", "tokenizer.json", "chat_template.jinja"),
         ),
         vocab_size=299, max_len=100, max_gamma=8, capacity=112,
-        start_ids=[290, 291, 294] if hears else None, audio=audio if hears else None,
-        rules=TextRules(5, 3, 3, [[7], [8, 9]], 2) if hears else None,
+        start_ids=[290, 291, 294] if audio_model else None, audio=audio if audio_model else None,
+        rules=TextRules(5, 3, 3, [[7], [8, 9]], 2) if audio_model else None,
     )  # fmt: skip
     profile = Profile("decode", [1, 1, 2], [1, 9, 9], [1, 9, 9], 1000)
     beside = "weights.bin" if backend == "aotinductor" else None
@@ -116,7 +117,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def use(folder: Path) -> int:
-    """All that is asked of a manifest before a file of the bundle is opened."""
+    """Everything that a manifest is used for before a file of the bundle is opened."""
     manifest = read_bundle(folder)
     choose_device(manifest, folder, "auto")
     promised_bits(manifest, manifest.slots, 1)
@@ -130,7 +131,7 @@ def use(folder: Path) -> int:
 
 
 def test_nonsense_under_a_right_checksum(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Any other exception than OutriderError fails the test."""
+    """Any exception other than OutriderError fails the test."""
     assert use(bundle) == 0
     sound = json.loads((bundle / MANIFEST_FILE).read_text())
     places, chance, refused = list(paths(sound["facts"])), random.Random(0), 0
@@ -162,14 +163,15 @@ def test_nonsense_under_a_right_checksum(bundle: Path, capsys: pytest.CaptureFix
     "bundle", ["onnxruntime", "int8", "tensorrt_rtx", "aotinductor", "audio"], indirect=True
 )
 def test_no_file_is_left_out(bundle: Path) -> None:
-    """Wherever a list of files is: a bundle would be opened, and fail at one that it lacks."""
+    """Fault: a manifest that omits a file from one of its lists is accepted, and the bundle fails
+    later."""
     assert use(bundle) == 0
     sound = json.loads((bundle / MANIFEST_FILE).read_text())["facts"]
     for path in sound["files"]:
         facts, (part, name) = copy.deepcopy(sound), path.split("/")
         del facts["files"][path]
         listed = facts["pair"][part]["files"]
-        listed.pop(name, None)  # an engine is none of the pair's
+        listed.pop(name, None)  # the pair does not list engines
         edited(lambda c, changed=facts: c.update(facts=changed))(bundle)
         with pytest.raises(OutriderError, match="contradicts itself about its files"):
             read_bundle(bundle)
@@ -177,7 +179,7 @@ def test_no_file_is_left_out(bundle: Path) -> None:
 
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
 def test_more_tokens_than_the_sampling_takes(bundle: Path) -> None:
-    """Fault: a traceback when the sampler was made, after the models were opened."""
+    """Fault: a traceback when the sampler was created, after the models had been opened."""
     for most, refused in ((1 << 30, False), ((1 << 30) + 1, True)):
         edited(lambda c, n=most: c["facts"]["pair"]["target"].update(vocab_size=n))(bundle)
         with pytest.raises(OutriderError) if refused else nullcontext():
@@ -187,7 +189,7 @@ def test_more_tokens_than_the_sampling_takes(bundle: Path) -> None:
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
 @pytest.mark.parametrize("depth", [900, 100_000])
 def test_nesting_without_end(bundle: Path, depth: int) -> None:
-    """The parser gives up, or what looks at its result does."""
+    """Either the parser or the code that reads its result gives up."""
     for text in ("[" * depth, '{"kind": "manifest", "a": ' + "[" * depth + "]" * depth + "}"):
         (bundle / MANIFEST_FILE).write_text(text)
         with pytest.raises(OutriderError) as caught:
@@ -199,8 +201,8 @@ def test_nesting_without_end(bundle: Path, depth: int) -> None:
 def test_a_file_that_may_not_be_read(
     bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bundle's failure with a remedy for it, not a disk's. Who runs the tests may be allowed
-    everything; the error is the system's."""
+    """The error is of kind "bundle" with a suitable remedy, not "disk". It is injected, because the
+    user who runs the tests may be root."""
     opened = Path.open
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -216,7 +218,7 @@ def test_a_file_that_may_not_be_read(
 
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
 def test_a_template_that_is_no_text(bundle: Path) -> None:
-    """Fault: a traceback, where the hash is right."""
+    """Fault: a traceback if no hash check rejects the file first."""
     template = bundle / "tokenizer" / "chat_template.jinja"
     template.write_bytes(b"\xff" * template.stat().st_size)
     with pytest.raises(OutriderError, match="is not UTF-8") as error:
@@ -225,7 +227,7 @@ def test_a_template_that_is_no_text(bundle: Path) -> None:
 
 
 def test_the_model_s_own_limit_travels_along(bundle: Path) -> None:
-    """So that no remedy asks for more than there is; bundles of before do not have it."""
+    """So that no remedy names a longer context; older bundles do not record it."""
     assert read_bundle(bundle).pair.target.context == 200
     edited(lambda c: c["facts"]["pair"]["target"].pop("context"))(bundle)
     assert read_bundle(bundle).pair.target.context is None

@@ -1,4 +1,4 @@
-"""A stage is one line; one that takes long is heard of before it ends, in a log too."""
+"""A stage prints one line; a long one also prints progress before it ends, in a log too."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runtime.files import progress
 def test_a_log_hears_of_a_long_stage_before_it_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line twice as late as the one before: a few, however long it takes."""
+    """The interval doubles after each line, so that even a long stage prints only a few."""
     monkeypatch.setattr(progress, "TICK", 0.001)
     monkeypatch.setattr(progress, "FIRST_LINE", 0.01)
-    heard = ""
-    with progress.stage("target", "trace") as said:
-        said.phase = "1 of 2"
-        while heard.count("\n") < 3:
+    printed = ""
+    with progress.stage("target", "trace") as stage:
+        stage.phase = "1 of 2"
+        while printed.count("\n") < 3:
             time.sleep(0.01)
-            heard += capsys.readouterr().err
-    for line in heard.splitlines()[1:]:
+            printed += capsys.readouterr().err
+    for line in printed.splitlines()[1:]:
         assert line.startswith("target    trace ") and line.endswith(" s ... 1 of 2")
     rest = capsys.readouterr().err
     assert rest.startswith("target    trace ") and rest.endswith(" s\n")
@@ -33,14 +33,14 @@ def test_a_terminal_has_one_line_that_ticks(
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(progress, "TICK", 0.001)
-    heard = ""
-    with progress.stage("target", "compile") as said:
-        said.phase = "Tactic selection"
-        while "Tactic selection" not in heard:
+    printed = ""
+    with progress.stage("target", "compile") as stage:
+        stage.phase = "Tactic selection"
+        while "Tactic selection" not in printed:
             time.sleep(0.01)
-            heard += capsys.readouterr().err
-        said.note = "5 M parameters"
-    assert "\n" not in heard and heard.startswith("\rtarget    compile ")
+            printed += capsys.readouterr().err
+        stage.note = "5 M parameters"
+    assert "\n" not in printed and printed.startswith("\rtarget    compile ")
     rest = capsys.readouterr().err
     assert rest.count("\n") == 1 and rest.endswith(" s  5 M parameters\n")
 

@@ -1,7 +1,7 @@
-"""A bundle is whole or refused, and written whole or not at all.
+"""A bundle is complete or refused, and written completely or not at all.
 
-What may be wrong with a folder is found when it is opened and said in one line; what may go wrong
-while one is written leaves the disk as it was.
+A damaged folder is refused in one line when it is opened; a failure while a folder is written
+leaves the disk unchanged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obje
 
 
 def _flip(name: str) -> Callable[[Path], object]:
-    """One bit in the middle."""
+    """Flip one bit in the middle."""
     return _bytes(
         name, lambda c: c[: len(c) // 2] + bytes([c[len(c) // 2] ^ 1]) + c[len(c) // 2 + 1 :]
     )
@@ -75,7 +75,7 @@ def _only_config(bundle: Path) -> None:
     (bundle / "config.json").write_text("{}")
 
 
-# What nonsense in the manifest's fields does is in test_manifest.py.
+# test_manifest.py tests nonsense in the manifest's fields.
 DAMAGE = {
     "truncated manifest": (_truncate(MANIFEST_FILE), "truncated or edited"),
     "binary manifest": (_bytes(MANIFEST_FILE, lambda _: b"\xff\x00\xfe"), "not UTF-8"),
@@ -134,8 +134,8 @@ def test_damaged_bundle_is_refused_in_one_line(
 
 
 def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
-    """Fault: a build counted gamma rows of the draft's, which has gamma + 1 in each of its gamma
-    buffers, and one row of a target without a draft model, which has lookups."""
+    """Faults: a build counted gamma rows of draft logits, but each of the gamma buffers has
+    gamma + 1; and one row for a target without a draft model, which still verifies lookups."""
     decoder = load(llama_bundle, slots=3).decoder
     pair = read_bundle(llama_bundle).pair
     target, draft = (model._logits.nbytes for model in (decoder.target, decoder.draft))
@@ -143,15 +143,17 @@ def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
     assert dataclasses.replace(pair, draft=None).logits_bytes(3, gpu=False) == target
 
 
-def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_invalid_queue_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="queue=-1 or timeout=-2"):
         load(tmp_path / "nothing", queue=-1, timeout=-2)
 
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = r"the current folder \(or an empty path\) is not a bundle: .* Build the bundle with make"
-    with pytest.raises(OutriderError, match=said):
+    cause = (
+        r"the current folder \(or an empty path\) is not a bundle: .* Build the bundle with make"
+    )
+    with pytest.raises(OutriderError, match=cause):
         load("")
 
 
@@ -163,7 +165,7 @@ def test_options_of_another_type_are_refused(bundle: Path) -> None:
 
 
 def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
-    """verify=False skips the hashes, and nothing else."""
+    """verify=False skips the hashes only."""
     _flip("target/weights.bin")(bundle)
     with pytest.raises(OutriderError, match="its hash differs"):
         read_bundle(bundle)
@@ -181,8 +183,8 @@ def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
 def test_what_happens_to_a_folder_is_the_cause_of_what_it_breaks(
     bundle: Path, event: str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are verified while engines are opened, which may notice it first in their own way, or
-    not at all: what has been read of a bundle that is built again belongs to two."""
+    """Weights are verified while the engines are opened. An engine may fail first, with its own
+    error; or not at all, if the bundle is replaced meanwhile and its files come from two builds."""
 
     def opens(*arguments: Any, **options: Any) -> HostRounds:
         if event.startswith("replaced"):
@@ -204,14 +206,15 @@ CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
 
 
 def test_a_draft_model_that_is_left_closed(bundle: Path) -> None:
-    """The lookups' text stays, and what needs the model is refused by what was asked."""
+    """With lookups the output is the same; options that need the draft model are refused, and the
+    error names the option."""
     asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     with load(bundle, slots=4) as engine:
         whole, caches = (
             engine.memory,
             [facts.cache_bytes(4) for _, facts in engine.manifest.pair.models()],
         )
-        texts = [engine.generate("a b a b a", **asked, **who).token_ids for who in CHEAP]
+        texts = [engine.generate("a b a b a", **asked, **draft).token_ids for draft in CHEAP]
     _flip("draft/weights.bin")(bundle)
     with pytest.raises(OutriderError, match="its hash differs"):
         load(bundle)
@@ -219,7 +222,7 @@ def test_a_draft_model_that_is_left_closed(bundle: Path) -> None:
         assert engine.decoder.draft is None
         assert engine.memory == {"target": whole["target"], "cache": caches[0]}
         assert whole["cache"] == sum(caches)
-        found = [engine.generate("a b a b a", **asked, **who) for who in CHEAP]
+        found = [engine.generate("a b a b a", **asked, **draft) for draft in CHEAP]
         assert [result.token_ids for result in found] == texts
         assert [result.stats.drafted > 0 for result in found] == [True, False, False]
         for option in ({"draft": "model"}, {"draft": "chain"}, {"gamma": 4}, {"gamma": "auto"}):
@@ -236,7 +239,7 @@ def test_a_draft_model_that_is_left_closed(bundle: Path) -> None:
 
 
 def marked(text: str) -> str:
-    """What `write_folder` takes for a manifest of ours."""
+    """Content that `write_folder` accepts as a manifest of ours."""
     return json.dumps({"kind": "manifest", "text": text})
 
 
@@ -247,8 +250,8 @@ def marked(text: str) -> str:
 def test_an_interrupted_folder_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, exists: bool
 ) -> None:
-    """To the last instant, when folders change places: while the new one gets its name, or as soon
-    as the old one has lost its own, which is whole until then."""
+    """Up to the last step, when the folders are exchanged: before the new one is renamed, or just
+    after the old one was renamed. The old one stays complete."""
     folder, rename = tmp_path / "out", Path.rename
     if exists:
         with write_folder(folder, MANIFEST_FILE) as partial:
@@ -283,18 +286,18 @@ def test_an_interrupted_folder_leaves_no_trace(
 def test_building_twice_does_nothing_twice(llama_graphs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def again(slots: int = 1, force: bool = False) -> bool:
+    def is_built(slots: int = 1, force: bool = False) -> bool:
         return build(llama_graphs, out, backend="onnxruntime", slots=slots, force=force)
 
-    assert again()
+    assert is_built()
     made = (out / MANIFEST_FILE).stat().st_ino
-    assert not again()
+    assert not is_built()
     assert (out / MANIFEST_FILE).stat().st_ino == made
-    assert again(force=True)
-    assert again(slots=2)
+    assert is_built(force=True)
+    assert is_built(slots=2)
     assert read_bundle(out).slots == 2
     (out / "target" / "weights.bin").unlink()
-    assert again(slots=2)  # what is damaged is made again
+    assert is_built(slots=2)  # a damaged bundle is rebuilt
     read_bundle(out)
 
 
@@ -308,7 +311,7 @@ def test_unknown_backends_are_refused(
 
 
 def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> None:
-    """The same checks as for a bundle, on the file that holds the facts and on what it lists."""
+    """The same checks as for a bundle: of the pair file and of the files that it lists."""
     for damage in (_truncate(PAIR_FILE), _flip("target/weights.bin"), shutil.rmtree):
         copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs", dirs_exist_ok=True))
         damage(copy)
@@ -319,7 +322,7 @@ def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> Non
 
 
 def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) -> None:
-    """Sound by its hash, and no graph."""
+    """The hash matches, but the file is not a graph."""
     copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs"))
     (copy / "draft" / "graph.onnx").write_bytes(b"no protocol buffer")
     pair = read_pair(copy)
@@ -335,7 +338,8 @@ def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) ->
 
 @pytest.mark.slow  # a process that imports Transformers; exit statuses: tests/cli
 def test_a_command_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
-    """What only a process can show: the interpreter's own exit, and no library's warnings."""
+    """Only a process can show this: the interpreter's exit, and the absence of warnings from
+    libraries."""
     missing = run("export", "--model", tmp_path / "nowhere", "--out", tmp_path / "out")
     assert missing.returncode == EXIT_STATUS["checkpoint"]
     assert "nowhere is not a folder" in error_line(missing.stderr, "checkpoint")
@@ -346,7 +350,7 @@ def test_a_command_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
 def test_ctrl_c_while_a_part_is_checked(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The latest moment: the weights are written, and the part is not finished."""
+    """The last possible moment: the weights are written, but the part is not finished."""
     seen = []
 
     def interrupt(folder: Path, *_: object) -> None:

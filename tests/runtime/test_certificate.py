@@ -1,4 +1,4 @@
-"""The certificate passes what is exact, and fails everything else: its negative controls."""
+"""The certificate passes exact decoding and fails everything else, the negative controls."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_a_text_without_drafts_certifies_nothing(engine):
 
 def test_texts_that_end_early_and_a_bundle_without_draft(tmp_path):
     engine = make_text_engine(tmp_path, random_model(3))
-    heard: list[str] = []
-    certificate = check(engine, PROMPT, replace(SAMPLED, gamma=None), heard.append)
+    messages: list[str] = []
+    certificate = check(engine, PROMPT, replace(SAMPLED, gamma=None), messages.append)
     assert certificate.passed
     assert certificate.texts > 5
-    assert heard[0] == "text 1, 0 tokens"
-    assert heard[-1] == f"replaying text {certificate.texts} of {certificate.texts}"
+    assert messages[0] == "text 1, 0 tokens"
+    assert messages[-1] == f"replaying text {certificate.texts} of {certificate.texts}"
     assert certificate.tokens == TEST_TOKENS
 
 
@@ -90,9 +90,9 @@ def test_exact_decoding_fails_as_rarely_as_it_says(engine, monkeypatch):
 def test_its_random_numbers_are_its_own(engine, monkeypatch):
     drawn = {"generation": set(), "certificate": set()}
 
-    def record(who):
+    def record(use):
         def uniform(*arguments):
-            drawn[who].add((*arguments, 0)[:4])
+            drawn[use].add((*arguments, 0)[:4])
             return philox.uniform(*arguments)
 
         return uniform
@@ -108,7 +108,7 @@ def test_its_random_numbers_are_its_own(engine, monkeypatch):
 
 
 def tied(gap):
-    """Two tokens lead every row, `gap` apart."""
+    """A model with two leading tokens in every row, whose logits differ by `gap`."""
     model = random_model(4, never=[EOS])
 
     def row(context):
@@ -134,7 +134,7 @@ def test_near_ties_pass_and_are_named(tmp_path):
 
 
 def test_flips_beyond_near_ties_fail(tmp_path):
-    """Wide calls that are plainly wrong do not excuse themselves by the rounding they measure."""
+    """Wide calls that are clearly wrong are not excused by the large rounding they cause."""
     target = tied(0.3)
     engine = make_text_engine(tmp_path, target, near(target, 2, 0.1), rounding=0.4)
     certificate = check(engine, "a", GREEDY)
@@ -142,7 +142,7 @@ def test_flips_beyond_near_ties_fail(tmp_path):
     assert certificate.rounding > 0.3
     assert certificate.bound < 0.01
     assert certificate.violations[0].margin == pytest.approx(0.3, abs=1e-6)
-    # Half precision is allowed more.
+    # Half precision has a larger bound.
     pair = engine.manifest.pair
     pair = replace(pair, target=replace(pair.target, dtype="bfloat16"))
     engine.manifest = replace(engine.manifest, pair=pair)
@@ -154,7 +154,7 @@ def test_rounding_may_move_the_edge_of_a_filter_but_not_often(tmp_path):
     target = tied(2e-6)
     engine = make_text_engine(tmp_path, target, near(target, 2, 0.1), rounding=1e-5)
     certificate = check(engine, "a", replace(SAMPLED, top_k=1))
-    # Every other row takes the wrong one of two tokens: each is a near-tie, all together are not.
+    # Every other row selects the wrong one of two tokens: each is a near-tie, but not so many.
     assert certificate.violations
     assert max(m.margin for m in certificate.violations) <= certificate.bound
     assert not certificate.passed
@@ -193,7 +193,7 @@ def test_a_cache_that_is_a_row_short_fails(engine, monkeypatch, options):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_suppressed_token_fails(tmp_path, monkeypatch, temperature):
-    """min_new_tokens forbids end-of-text, and the round forgets it."""
+    """min_new_tokens forbids end-of-text, and the round ignores that."""
 
     def forgetful(*arguments, suppress=(), **options):
         return warp(*arguments, **options)
@@ -217,7 +217,7 @@ def test_a_suppressed_token_fails(tmp_path, monkeypatch, temperature):
 
 
 def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
-    """The distribution alone, which another exact rule has too, is not what was promised."""
+    """The guarantee is more than the right distribution, which other exact rules have as well."""
     monkeypatch.setattr(certificate_module, "TEST_TOKENS", 192)
     coupled = replace(SAMPLED, verify="coupled")
     certificate = check(engine, PROMPT, coupled)
@@ -235,8 +235,8 @@ def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, replace(SAMPLED, verify="coupled")])
-def test_where_it_is_promised_one_bit_fails(tmp_path, monkeypatch, options):
-    """A rounding far below any near-tie, and the text is the target's all the same."""
+def test_one_bit_fails_where_bitwise_equality_is_promised(tmp_path, monkeypatch, options):
+    """The rounding is far below any near-tie, and the output is still the target's."""
     monkeypatch.setattr(certificate_module, "TEST_TOKENS", 96)
     target = random_model(1, never=[EOS])
     for rounding, passes in ((0, True), (1e-6, False)):
@@ -246,8 +246,8 @@ def test_where_it_is_promised_one_bit_fails(tmp_path, monkeypatch, options):
         certificate = check(engine, PROMPT, options)
         assert certificate.passed == certificate.identical == passes
         assert not certificate.violations
-        said = "identical" if passes else "NOT identical"
-        assert f"logits of 5-token calls and of plain steps: {said}" in certificate.lines()[2][:70]
+        found = "identical" if passes else "NOT identical"
+        assert f"logits of 5-token calls and of plain steps: {found}" in certificate.lines()[2][:70]
 
 
 def test_a_filter_that_was_not_applied_fails(engine, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a decoder refuses of a request: one table, of what is asked and of what there is."""
+"""Requests that a decoder refuses: one table of requests and of the limits they exceed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         ({"prompt": [2] * 64}, HOST, "prompt: .* has 64 tokens, and the bundle's context is 64"),
         ({"prompt": [2, 100]}, HOST, "prompt: the prompt contains token id 100"),
         ({"prompt": [2, -1]}, HOST, "prompt: the prompt contains token id -1"),
-        # It once asked for a MAX_LEN beyond the model's own context, which the build then refuses.
+        # The remedy once named a MAX_LEN beyond the model's own context, which the build refuses.
         (LONG, HOST, "Shorten it, or build the bundle with MAX_LEN=90"),
         (LONG, replace(HOST, context=90), "Shorten it, or build the bundle with MAX_LEN=90"),
         (LONG, replace(HOST, context=89), "MAX_LEN=89, the model's maximum"),
@@ -48,7 +48,7 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         ({}, ALONE, 'option: gamma=2 needs a draft.* draft="ngram", or build'),
         ({"draft": "chain"}, ALONE, "option: gamma=2 needs a draft"),
         ({"draft": "bigram"}, HOST, "option: draft=bigram needs a table"),
-        # On the CPU it was once refused as "for the CPU".
+        # This was once refused on the CPU as being "for the CPU".
         ({"draft": "quoting"}, HOST, "option: draft=quoting needs a corpus.* --corpus"),
         ({"draft": "ngram"}, DEVICE, "option: draft=ngram is only for the CPU"),
         ({"draft": "ngram", "params": SIGMOID}, HOST, "option: .* a lookup has none"),
@@ -59,7 +59,7 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         ({"draft_threshold": 0.5}, DEVICE, "option: .* for the CPU"),
         ({"draft_threshold": 0.5, "draft": "chain"}, HOST, "option: .* always drafts gamma"),
         ({"draft_threshold": 0.5, "draft": "ngram"}, HOST, "option: .* has no probabilities"),
-        # A GPU once took a slot first.
+        # A GPU once acquired a slot before the refusal.
         ({"params": SamplingParams(frequency_penalty=0.5)}, DEVICE, "option: frequency_penalty is"),
         ({"params": SamplingParams(presence_penalty=0.5)}, DEVICE, "option: presence_penalty is"),
         ({"params": SamplingParams(logit_bias={5: 1.0})}, DEVICE,
@@ -75,7 +75,7 @@ def test_what_is_refused(
 
 
 def test_what_is_sound_is_taken() -> None:
-    """The control: the same requests, where there is what they ask for."""
+    """The control: similar requests, where the limits allow them."""
     for asked, limits in (
         ({}, DEVICE), ({"gamma": 0}, ALONE), ({"draft": "ngram"}, ALONE),
         ({"draft": "chain"}, HOST),
@@ -96,12 +96,12 @@ def test_what_is_sound_is_taken() -> None:
     indirect=["sampler"],
 )
 def test_a_refusal_takes_no_slot(more: dict[str, Any]) -> None:
-    """Also by `check` alone, which a batch asks of all its requests first."""
+    """Neither in `admit` nor in `check`, which a batch calls for each request first."""
     decoder = make_decoder(random_model(1), random_model(2))
     for asked in ({"prompt": []}, {"gamma": 9}, more):
-        for ask in (decoder.check, decoder.admit):
+        for call in (decoder.check, decoder.admit):
             with pytest.raises(OutriderError):
-                ask(Request(**{"prompt": [2], **asked}))
+                call(Request(**{"prompt": [2], **asked}))
     assert decoder.slots.free == 1
     assert not decoder.target.calls
 
@@ -121,8 +121,9 @@ def test_an_interrupt_takes_no_slot(at: str) -> None:
     ("at", "whole"), [("slots.Slot.commit", False), ("stats.Stats.count_round", True)]
 )
 def test_an_interrupt_as_a_round_is_settled(at: str, whole: bool) -> None:
-    """Of a text that it cut in two nothing more comes; whose round is not settled, or is as a
-    whole, goes on. Fault: the next round went on from half of it."""
+    """A sequence that is interrupted while its round is committed ends with an error; one whose
+    round is not committed at all, or completely, continues. Fault: the next round continued from a
+    half-committed one."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

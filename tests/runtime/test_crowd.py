@@ -1,8 +1,9 @@
-"""Requests that share slots and rounds: each comes out as it does alone, to the log-probability.
+"""Requests that share slots and rounds: each has the same output as alone, down to the
+log-probabilities.
 
-They join when there is room or later, sit rounds out, end, are given up, and find slots that hold
-the beginning of their prompt: then only the rest is computed. With controls: numbers, rows and
-lengths that depend on the company.
+They are admitted when a slot is free or later, skip rounds, end, are abandoned, and get slots that
+hold the beginning of their prompt, so that only the rest is computed. The controls are faults by
+which random numbers, rows or lengths depend on the other requests.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
 def a_request(
     rng: np.random.Generator, texts: list[list[int]], params: SamplingParams, draft: str
 ) -> Request:
-    """It goes on with a text that was, or branches off."""
+    """A request whose prompt continues an earlier sequence, or branches off from it."""
     base = texts[rng.integers(len(texts))][: rng.integers(1, 60)]
     params = replace(params, seed=int(rng.integers(99)))
     if params.temperature:
@@ -69,13 +70,13 @@ def a_request(
     )  # fmt: skip
 
 
-def crowd(
+def check_crowd(
     slots: int,
     params: SamplingParams,
     seeds: range = range(4),
     chains: bool = False,
 ) -> tuple[int, int]:
-    """Returns how many tokens were not computed again, and how many texts came to an end."""
+    """Returns how many tokens were reused, and how many sequences reached end-of-text."""
     reused, ended = 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -113,8 +114,8 @@ def crowd(
     indirect=["sampler"],
 )  # fmt: skip
 def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
-    on_device = rounds.SAMPLER in ("device", "loop")  # emulated; and its slots hold nothing
-    reused, ended = crowd(slots, params, range(1 if on_device else 4), not on_device)
+    on_device = rounds.SAMPLER in ("device", "loop")  # slow, because emulated; and reuses no rows
+    reused, ended = check_crowd(slots, params, range(1 if on_device else 4), not on_device)
     assert (reused > 200) != on_device and ended > 0
 
 
@@ -125,8 +126,8 @@ def idle_at_the_start(engine: object, lengths: list[int], width: int) -> Ids:
     return np.zeros(len(lengths), np.int64)
 
 
-def remembered(self: SlotTable, *prompt: object) -> Slot:
-    """The next owner inherits lengths: its draft skips its own prompt."""
+def keeps_lengths(self: SlotTable, *prompt: object) -> Slot:
+    """The next owner of a slot inherits its lengths, so that the draft skips the prompt."""
     index = min({0, 1, 2} - self._busy)
     slot = self.__dict__.setdefault("all", {}).setdefault(index, Slot(index))
     self._busy.add(index)
@@ -165,7 +166,7 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
     ("name", "fault", "params"),
     [
         ("calls.idle_positions", idle_at_the_start, GREEDY),
-        ("slots.SlotTable.acquire", remembered, GREEDY),
+        ("slots.SlotTable.acquire", keeps_lengths, GREEDY),
         ("backends.engine.CachedRows.end_call", keeps_what_was_overwritten, GREEDY),
         ("backends.engine.CachedRows.end_call", misses_calls_of_several_slots, GREEDY),
         ("sampling.reference.NumpySampler._uniform", number_of_a_slot, SAMPLED),
@@ -173,7 +174,7 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
 )
 def test_a_fault_is_noticed(name: str, fault: Callable[..., Any], params: SamplingParams) -> None:
     with broken(name, fault), pytest.raises(AssertionError):
-        crowd(3, params)
+        check_crowd(3, params)
 
 
 def test_slots_run_out_and_come_back() -> None:
@@ -185,7 +186,7 @@ def test_slots_run_out_and_come_back() -> None:
     used.release(first)
     third = used.admit(request)
     assert third.slot.index == 0
-    used.release(first)  # once more, by its former owner: the new owner keeps it
+    used.release(first)  # released again by its former owner: the new owner keeps it
     assert used.slots.free == 0
 
 
@@ -199,7 +200,7 @@ def test_the_rest_is_all_that_is_computed() -> None:
     used.target.calls.clear()
     used.draft.calls.clear()
     second = run(used, Request(talk, gamma=2, max_new_tokens=6))
-    # The last token of the first text was in no cache yet.
+    # The last token of the first sequence was not in any cache yet.
     assert second.stats.reused_tokens == 35
     prefill = used.target.calls[0]
     assert (prefill.position, prefill.width) == ((35,), 3)
@@ -207,7 +208,7 @@ def test_the_rest_is_all_that_is_computed() -> None:
     assert first.stats.reused_tokens == 0
     again = run(used, Request(talk, gamma=2, max_new_tokens=6))
     assert outcome(again) == outcome(second)
-    assert again.stats.reused_tokens == len(talk) - 2, "two are computed, for the same rounding"
+    assert again.stats.reused_tokens == len(talk) - 2, "two are recomputed, for equal rounding"
 
 
 def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
@@ -223,7 +224,7 @@ def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
 
 
 def test_beams_in_between(tmp_path: Path) -> None:
-    """They use all slots, without asking the table."""
+    """Beam search uses all slots without going through the slot table."""
     model = random_model(1, never=[EOS])
     engine, fresh = (
         make_text_engine(tmp_path, model, near(model, 2, 1.0), slots=4, order=None)

@@ -1,5 +1,5 @@
-"""The round at temperature 0: speculation says what the target alone says; the caches hold the text
-after every round; the counts are right.
+"""The round at temperature 0: speculation generates the same tokens as the target alone; the caches
+hold the sequence after every round; the counts are right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("sampler")
 
 
 def acceptance(gamma: int) -> float:
-    """Of texts that are what the target alone says, with drafts that are right now and then."""
+    """The share of accepted drafts, in sequences that must equal the target's own."""
     drafted, accepted = 0, 0
     for seed in range(8):
         target = random_model(seed)
@@ -61,19 +61,19 @@ def test_a_rule_that_accepts_everything_is_noticed() -> None:
 GAMMA = 4
 
 
-def says(position: int) -> int:
-    """What the scripted target says at this position of the text."""
+def scripted_token(position: int) -> int:
+    """The token that the scripted target generates at this position."""
     return 2 + position * 7 % 29
 
 
 def scripted(wrong: set[int]) -> Decoder:
-    """A target with one text, and a draft that errs at these positions of it."""
+    """A target with one fixed output, and a draft that is wrong at these positions."""
 
     def target(context: Context) -> np.ndarray:
-        return one_hot(says(len(context)))
+        return one_hot(scripted_token(len(context)))
 
     def draft(context: Context) -> np.ndarray:
-        return one_hot(says(len(context)) - (len(context) in wrong))
+        return one_hot(scripted_token(len(context)) - (len(context) in wrong))
 
     return make_decoder(target, draft)
 
@@ -93,13 +93,13 @@ def test_lengths_after_each_number_of_accepted_tokens(accepted: int) -> None:
     decoder.round([sequence])
     slot = sequence.slot
     assert len(sequence.output) == 1 + accepted + 1
-    assert slot.tokens == [*range(5), *map(says, range(5, length + accepted + 1))]
-    assert slot.pending == says(length + accepted)
+    assert slot.tokens == [*range(5), *map(scripted_token, range(5, length + accepted + 1))]
+    assert slot.pending == scripted_token(length + accepted)
     assert slot.target_len == length + accepted
-    # After a full acceptance the draft never fed its last token.
+    # If all drafts are accepted, the draft model has not processed the last one.
     assert slot.draft_len == length + min(accepted, GAMMA - 1)
     check_rows(decoder, sequence)
-    # The row of the pending token is what the next round writes first.
+    # The next round first writes the row of the pending token.
     decoder.round([sequence])
     check_rows(decoder, sequence)
 
@@ -108,7 +108,8 @@ def test_lengths_after_each_number_of_accepted_tokens(accepted: int) -> None:
 
 
 def test_stats_of_a_scripted_run() -> None:
-    """Rounds from lengths 6 (2 accepted), 9 (all 4, bonus), 14 (none of 2), 15 (the only one)."""
+    """Rounds that start at lengths 6 (2 accepted), 9 (all 4, bonus), 14 (none of 2) and 15 (the
+    only one)."""
     decoder = scripted({6 + 2, 14})
     sequence = run(decoder, Request(list(range(5)), gamma=GAMMA, max_new_tokens=12))
     kinds = ["first", "accepted", "accepted", "corrected"]
@@ -135,11 +136,11 @@ def test_stats_of_a_scripted_run() -> None:
 
 
 def test_stats_of_a_text_that_ends_inside_a_block() -> None:
-    """Tokens after the end were drafted, and neither examined nor accepted."""
+    """Tokens after the end count as drafted, but neither as examined nor as accepted."""
     decoder = scripted(set())
-    request = Request(list(range(5)), gamma=GAMMA, eos_token_ids=[says(7)])
+    request = Request(list(range(5)), gamma=GAMMA, eos_token_ids=[scripted_token(7)])
     stats = run(decoder, request).stats
     assert (stats.output_tokens, stats.rounds, stats.round_tokens) == (3, 1, 2)
     assert (stats.drafted, stats.examined, stats.accepted) == (4, 2, 2)
     assert stats.accepted_at == [1, 1, 0, 0]
-    assert stats.summary()["acceptance_by_position"] == [1.0, 1.0], "others were not reached"
+    assert stats.summary()["acceptance_by_position"] == [1.0, 1.0], "no others were reached"

@@ -1,6 +1,6 @@
-"""Where texts end: end-of-text, stop strings and stop tokens at every place of a block, exact token
-counts, minimum lengths. Every test runs the real round; every control runs the same check on a
-round with the fault put back.
+"""Where sequences end: end-of-text, stop strings and stop tokens at every position of a block,
+exact token counts, minimum lengths. Every test runs the real round; every control runs the same
+check on a round with an injected fault.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ GAMMA = 4
 
 
 def ending(at: int, *, drafted: bool) -> Decoder:
-    """A target that says end-of-text as output token `at` after a prompt of 3, and letters else.
+    """A target that generates end-of-text as output token `at` after a prompt of 3, and letters
+    otherwise.
 
-    drafted: whether the draft proposes it; else it comes as a correction.
+    drafted: whether the draft proposes the end-of-text; otherwise it comes as a correction.
     """
 
     def target(context: Context) -> np.ndarray:
@@ -52,12 +53,12 @@ def ends_at(at: int, *, drafted: bool, gamma: int = GAMMA) -> None:
     sequence = run(decoder, request)
     assert ids(sequence) == oracle(decoder.target.model, request)
     assert (ids(sequence)[-1], len(sequence.output), sequence.finish_reason) == (EOS, at + 1, "eos")
-    # And as if it were not there:
-    on = run(decoder, replace(request, ignore_eos=True))
-    assert (ids(on)[at], len(on.output), on.finish_reason) == (EOS, 20, "length")
+    # With ignore_eos, it is a token like any other.
+    ignored = run(decoder, replace(request, ignore_eos=True))
+    assert (ids(ignored)[at], len(ignored.output), ignored.finish_reason) == (EOS, 20, "length")
 
 
-# Output token 0 is the prefill's; a block of 4 drafts is then 1 to 4, and its bonus 5.
+# Output token 0 comes from the prefill; a block of 4 drafts is then 1 to 4, and its bonus is 5.
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize("at", range(2 * GAMMA + 3))
 def test_end_of_text_at_each_place_of_a_block(at: int, drafted: bool) -> None:
@@ -76,7 +77,7 @@ def has_exactly(count: int, gamma: int) -> None:
         sequence = run(decoder, request)
         assert (len(sequence.output), sequence.finish_reason) == (count, "length")
         assert ids(sequence) == oracle(target, request)
-        # The first token needs no draft, and the last of a round has none.
+        # The first token needs no draft, nor does the last token of a round.
         assert draft is not target or sequence.stats.drafted < count
 
 
@@ -87,7 +88,7 @@ def test_max_new_tokens_exactly(gamma: int) -> None:
 
 
 def eager(context: Context) -> np.ndarray:
-    """Wants to end at every token; otherwise as the target of other tests."""
+    """Prefers end-of-text at every position; otherwise a random model."""
     row = random_model(7)(context).copy()
     row[EOS] = 50
     return row
@@ -101,7 +102,7 @@ def respects_minimum(minimum: int, gamma: int) -> None:
     sequence = run(decoder, request)
     assert ids(sequence) == oracle(eager, request)
     assert ids(sequence).index(EOS) == minimum == len(sequence.output) - 1
-    # The draft is masked at the same tokens, or it would propose what cannot be accepted.
+    # The same tokens are masked for the draft, otherwise it would propose unacceptable ones.
     assert sequence.stats.accepted == sequence.stats.examined
 
 
@@ -114,7 +115,7 @@ def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
 
 @pytest.mark.parametrize("model", ["target", "draft"])
 def test_end_of_text_that_is_not_masked(model: str) -> None:
-    """In the target it would end the text early; in the draft it would cost every acceptance."""
+    """In the target, it would end the sequence early; in the draft, no draft would be accepted."""
 
     def unmasked(logits, params, context, suppress, where, output_start):
         kept = () if where.startswith(model) else suppress
@@ -127,17 +128,17 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
 
 # --- stop strings and stop tokens -------------------------------------------------------------
 
-SAYING = "the quick brown fox jumps over a lazy dog"
+SCRIPT = "the quick brown fox jumps over a lazy dog"
 
 
-def saying(folder: Path, amount: float = 0.0) -> TextEngine:
-    """An engine that says SAYING. amount: how far off the draft is."""
-    model = script(SAYING)
+def scripted_engine(folder: Path, amount: float = 0.0) -> TextEngine:
+    """An engine that generates SCRIPT. amount: noise in the draft's logits."""
+    model = script(SCRIPT)
     return make_text_engine(folder, model, near(model, 1, amount), order=None)
 
 
-class Left:
-    """The sequence that an engine released last, as its slot was then."""
+class LastReleased:
+    """The sequence that an engine released last, with its slot as it was at that time."""
 
     def __init__(self, engine: TextEngine):
         self.engine, self.sequence = engine, None
@@ -157,22 +158,22 @@ class Left:
 
 
 def stops_at(folder: Path, end: int, width: int, amount: float = 0.0) -> None:
-    """A stop string of `width` characters whose last one is SAYING[end - 1]."""
-    engine = saying(folder, amount)
-    left = Left(engine)
-    stop = SAYING[end - width : end]
-    cut = SAYING.index(stop)
+    """A stop string of `width` characters whose last one is SCRIPT[end - 1]."""
+    engine = scripted_engine(folder, amount)
+    last = LastReleased(engine)
+    stop = SCRIPT[end - width : end]
+    cut = SCRIPT.index(stop)
     options = {"stop": stop, "gamma": GAMMA, "logprobs": 2}
     events = list(engine.stream("go\n", **options))
     result = events[-1].result
     assert result is not None
-    left.agrees(result)
-    assert (result.text, result.finish_reason, result.stopped_by) == (SAYING[:cut], "stop", stop)
-    assert result.token_ids == encode(SAYING[: cut + width])
+    last.agrees(result)
+    assert (result.text, result.finish_reason, result.stopped_by) == (SCRIPT[:cut], "stop", stop)
+    assert result.token_ids == encode(SCRIPT[: cut + width])
     assert "".join(event.text for event in events) == result.text
     assert [t for event in events for t in event.token_ids] == result.token_ids
     alone = engine.generate("go\n", **{**options, "gamma": 0})
-    left.agrees(alone)
+    last.agrees(alone)
     assert (alone.text, alone.token_ids) == (result.text, result.token_ids)
     assert alone.logprobs == result.logprobs
 
@@ -187,37 +188,37 @@ def test_a_stop_string_ending_at_each_offset_of_a_block(
 
 
 def test_a_slot_that_keeps_what_follows_a_stop_string(tmp_path: Path) -> None:
-    """Where a block goes on after it."""
+    """If the block continues after the stop string."""
     with broken("slots.Slot.roll_back", lambda self, length: None), pytest.raises(AssertionError):
         stops_at(tmp_path, 4, 3)
 
 
 def test_stop_token_ids_at_each_offset(tmp_path: Path) -> None:
-    engine = saying(tmp_path)
-    left = Left(engine)
+    engine = scripted_engine(tmp_path)
+    last = LastReleased(engine)
     for end in range(2 * GAMMA):
-        stop = encode(SAYING)[end]
-        cut = SAYING.index(SAYING[end])
+        stop = encode(SCRIPT)[end]
+        cut = SCRIPT.index(SCRIPT[end])
         for gamma in (0, GAMMA):
             result = engine.generate("go\n", stop_token_ids=[stop], gamma=gamma, logprobs=0)
-            left.agrees(result)
-            assert (result.text, result.stopped_by) == (SAYING[:cut], stop)
-            assert result.token_ids == encode(SAYING[: cut + 1])
+            last.agrees(result)
+            assert (result.text, result.stopped_by) == (SCRIPT[:cut], stop)
+            assert result.token_ids == encode(SCRIPT[: cut + 1])
             assert result.finish_reason == "stop"
 
 
 def test_half_a_stop_string_is_text_when_the_text_ends(tmp_path: Path) -> None:
-    """What was held back for a stop string that never came belongs to the text."""
-    engine = saying(tmp_path)
+    """Text held back for a stop string that is not completed belongs to the output."""
+    engine = scripted_engine(tmp_path)
     whole = engine.generate("go\n", stop=["dogs", "dog!"], gamma=GAMMA)
-    assert (whole.text, whole.finish_reason) == (SAYING, "eos")
+    assert (whole.text, whole.finish_reason) == (SCRIPT, "eos")
     for count in range(1, 12):
         cut = engine.generate("go\n", stop="quick brown cat", max_new_tokens=count, gamma=GAMMA)
-        assert (cut.text, cut.finish_reason) == (SAYING[:count], "length")
+        assert (cut.text, cut.finish_reason) == (SCRIPT[:count], "length")
 
 
 def test_an_end_that_is_noticed_late(tmp_path: Path) -> None:
-    """The control of all the tests above."""
+    """The control of all tests above."""
     for at in range(GAMMA + 1):
         with is_late(), pytest.raises(AssertionError):
             ends_at(at, drafted=True)

@@ -1,6 +1,6 @@
-"""The real round has the target's distribution, by the two ways of integration of `exact`.
+"""The real round has the target's distribution, by the two integration methods of `exact`.
 
-Each with controls: rounds that are wrong by little, and must be found out.
+Each has controls: rounds with small errors, which must be detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("sampler")
 
 # --- bisection --------------------------------------------------------------------------------
 
-# Each of which binds: without any one of them the distribution is another.
+# All of them matter: without any one of them, the distribution differs.
 ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.15, "repetition_penalty": 1.4}
 
 
@@ -57,7 +57,7 @@ def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams
 @on_host
 @pytest.mark.parametrize(("gamma", "count"), cases([(0, 4), (2, 4)], [(3, 5)]))
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
-    """A number drawn again in a later round must not have been looked at in an earlier one."""
+    """A random number that a later round uses must not have been read in an earlier one."""
     assert by_keys(gamma, count, own) < 1e-12
 
 

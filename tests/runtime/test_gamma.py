@@ -1,5 +1,5 @@
-"""Policies in rounds: whatever chooses gamma, the text is the target's. (What they choose, and what
-that costs, is in test_policy.py.)"""
+"""Gamma policies in rounds: whichever policy chooses gamma, the output is the target's.
+(test_policy.py tests which gamma they choose, and what that costs.)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
 
 
-def chosen(decoder: Decoder, name: int | str, **request: object) -> Request:
+def make_request(decoder: Decoder, name: int | str, **request: object) -> Request:
     policy = make_policy(name, decoder.costs["model"], decoder.max_gamma, fallback=True)
     gamma = decoder.max_gamma if isinstance(name, str) else name
     return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
@@ -33,11 +33,12 @@ def chosen(decoder: Decoder, name: int | str, **request: object) -> Request:
 @both
 @pytest.mark.parametrize("noise", [0.5, 3.0])
 def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
-    """Several at once, each with a policy of its own, by drafts that pay and that do not."""
+    """Several requests at once, each with its own policy, with drafts that pay off and that do
+    not."""
     decoder = make_decoder(MODEL, near(MODEL, 2, noise), slots=3)
-    for first in (2, 5):  # the costs that the first ones measured are those of the others
+    for first in (2, 5):  # the second requests use the costs that the first ones measured
         requests = [
-            chosen(decoder, name, prompt=[first + i, 5], max_new_tokens=20 + 9 * i)
+            make_request(decoder, name, prompt=[first + i, 5], max_new_tokens=20 + 9 * i)
             for i, name in enumerate(NAMES)
         ]
         alone = [plain(decoder, request) for request in requests]
@@ -45,9 +46,9 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round once: what was drafted and accepted, and seconds in drafting and in all else.
-    Choosing is no part of what it costs, or the gamma that is chosen anew each time would look
-    dearer than the one that is kept; nor is the prompt that the draft reads."""
+    """They observe each round once: the tokens drafted and accepted, and the seconds spent on
+    drafting and on everything else. These exclude the time to choose gamma, otherwise a gamma that
+    is chosen in every round would look slower than a fixed one, and the draft's prefill."""
     now, rounds, costs = 0.0, [], []
 
     class Slow:
@@ -57,10 +58,10 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
             now += 1.0
             return 3
 
-        def observe(self, *told: int) -> None:
-            rounds.append(told)
+        def observe(self, *seen: int) -> None:
+            rounds.append(seen)
 
-    def takes(engine: FakeEngine, seconds: float) -> None:
+    def slow_down(engine: FakeEngine, seconds: float) -> None:
         forward = engine.forward
 
         def slow(*given: Any, **options: Any) -> Any:
@@ -74,35 +75,35 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         clock = SimpleNamespace(perf_counter=lambda: now)
         monkeypatch.setattr(f"runtime.{module}.time", clock)
     decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
-    takes(decoder.draft, 2.0)
-    takes(decoder.target, 16.0)
-    monkeypatch.setattr(decoder.costs["model"], "observe", lambda *told: costs.append(told))
+    slow_down(decoder.draft, 2.0)
+    slow_down(decoder.target, 16.0)
+    monkeypatch.setattr(decoder.costs["model"], "observe", lambda *seen: costs.append(seen))
     stats = run(decoder, Request([2, 3], gamma=8, policy=Slow(), max_new_tokens=40)).stats
     assert len(rounds) == stats.rounds
     assert costs == [(1, gamma, 2.0 * gamma, 16.0) for gamma, *_ in rounds]
     assert sum(gamma for gamma, *_ in rounds) == stats.drafted <= 3 * stats.rounds
     assert sum(accepted for *_, accepted in rounds) == stats.accepted
-    assert stats.time_rounds == 17 * stats.rounds + 2 * stats.drafted, "the text waits for it"
+    assert stats.time_rounds == 17 * stats.rounds + 2 * stats.drafted, "choosing included"
 
 
 def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
-    """What p and q depend on: every option of the sampling, and no seed."""
+    """Everything that p and q depend on: all sampling options except the seed."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
-    told = []
+    settings = []
     for options in (
         {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "draft_temperature": 2.0},
     ):  # fmt: skip
         request = engine.request([2, 3], Options(gamma="auto", **options))
         assert isinstance(request.policy, MeasuredPolicy)
-        told.append(request.policy.settings)
-    assert told[0] == told[1] and len(set(told)) == 4
+        settings.append(request.policy.settings)
+    assert settings[0] == settings[1] and len(set(settings)) == 4
 
 
 def test_a_number_of_numpy_is_a_gamma(tmp_path: Path) -> None:
-    """Fault: with a fallback it was a ValueError."""
+    """Fault: with a fallback, it raised a ValueError."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
     request = engine.request([2, 3], Options(gamma=np.int64(2), fallback="auto"))
     assert type(request.gamma) is int and isinstance(request.policy, MeasuredPolicy)
-    with pytest.raises(OutriderError, match="option: gamma=99 is over"):  # and no policy's error
+    with pytest.raises(OutriderError, match="option: gamma=99 is over"):  # not the policy's error
         engine.request([2, 3], Options(gamma=99, fallback="auto"))

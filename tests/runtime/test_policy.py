@@ -1,4 +1,4 @@
-"""Policies on recorded acceptance and on coins, with injected costs and no clock."""
+"""Gamma policies on recorded and on random acceptance, with injected costs and no clock."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MACHINES = {
     "a cache that grows": replace(PAIR, rise=0.15),
     "a larger pair": Machine(0.085, 0.02, reading=0.004, noise=0.01, cold=0.03),
     "a noisy machine": replace(PAIR, noise=0.15, outliers=0.02),
-    # The best gamma may lose more in a round than a new text is allowed to.
+    # In a round, the best gamma may lose more than a new request is allowed to.
     "a dear draft": replace(PAIR, cost=0.4, growth=0.1),
-    # 4 is the widest before a verification twice as dear: neither 3 nor 7 say so.
+    # Beyond gamma 4, a verification costs much more: timings of 3 or 7 do not show that.
     "blocks": Machine(0.1, table=[1, *[1.1] * 4, *[1.6] * 4], reading=0.005),
 }
 
@@ -32,7 +32,7 @@ def auto(costs: Costs | None = None, gamma: int | str = "auto", settings: object
 
 
 def timed(*batches: int, cost: float = 0.2, most: int = MAX_GAMMA) -> Costs:
-    """Costs that are known from the start: a draft step, and verifications of a plain step."""
+    """Costs that are known from the start; a verification costs as much as a plain step."""
     costs = Costs(most)
     for batch in batches or (1,):
         for gamma in (0, 0, most, most) * 3:
@@ -40,12 +40,13 @@ def timed(*batches: int, cost: float = 0.2, most: int = MAX_GAMMA) -> Costs:
     return costs
 
 
-# What auto finds
+# The choice of auto
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_near_the_best_of_each_and_better_than_any_of_all(name: str) -> None:
-    """Acceptance of the bundled pair: texts that a draft serves well, fairly, hardly, in turn."""
+    """Recorded acceptance of the bundled pair: on texts that the draft predicts well, fairly or
+    hardly, and on all of them in turn."""
     fixed = [speeds(gamma, MACHINES[name], recorded(), 160) for gamma in range(MAX_GAMMA + 1)]
     found = speeds("auto", MACHINES[name], recorded(), 160)
     for load in recorded():
@@ -56,7 +57,7 @@ def test_near_the_best_of_each_and_better_than_any_of_all(name: str) -> None:
 @pytest.mark.parametrize("alpha", [0.9, 0.6, 0.2])
 @pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.15, 0.05), (0.3, 0.1), (0.05, 0.1)])
 def test_auto_is_near_the_best_of_the_theorem(cost: float, growth: float, alpha: float) -> None:
-    """Within 5 % of the best fixed gamma, what it takes to find it included; in long texts too."""
+    """Within 5 % of the best fixed gamma, including the cost of finding it; also in long texts."""
     best, expected = best_gamma(alpha, cost, [1 + growth * g for g in range(MAX_GAMMA + 1)])
     for count, tokens in ((48, 256), (2, 4096)):
         texts = {"": [coins(alpha, tokens, seed) for seed in range(count)]}
@@ -66,8 +67,8 @@ def test_auto_is_near_the_best_of_the_theorem(cost: float, growth: float, alpha:
 
 
 def test_deeper_positions() -> None:
-    """A draft that copies: if the first token is right, most others are. No common
-    alpha says so."""
+    """A draft that copies: if the first token is right, most others are. No single alpha describes
+    that."""
     conditional = [0.3] + [0.95] * (MAX_GAMMA - 1)
 
     def speed(gamma: int | str) -> float:
@@ -83,7 +84,7 @@ def test_deeper_positions() -> None:
     assert speed("auto") > max(0.88 * fixed[8], 1.08 * fixed[4])
 
 
-# The promise
+# The guarantee
 
 
 @pytest.mark.parametrize("gamma", ["auto", 8, "transformers"])
@@ -92,8 +93,8 @@ def test_deeper_positions() -> None:
     [(0.05, 0.02, 0.0), (0.3, 0.1, 0.0), (1.5, 0.1, 0.0), (1.5, 0.1, 0.9), (0.15, 0.05, 0.1)],
 )
 def test_a_hopeless_draft(cost: float, growth: float, alpha: float, gamma: int | str) -> None:
-    """At most 5 % slower than plain decoding, from the first text of a decoder on; also where
-    caches are cold, and where steps grow dearer with the text but not for the next one."""
+    """At most 5 % slower than plain decoding, from the first request of a decoder on; also if
+    caches are cold, and if steps become slower within a text and fast again in the next one."""
     as_it_is = Machine(cost, growth)
     for machine in (as_it_is, replace(as_it_is, cold=0.15, reading=0.0125, rise=0.6)):
         for count, tokens in ((1, 256), (6, 256), (1, 2048)):
@@ -109,8 +110,9 @@ def test_a_hopeless_draft(cost: float, growth: float, alpha: float, gamma: int |
 def test_the_bound_holds_against_an_adversary(
     cost: float, growth: float, gamma: int | str, most: int
 ) -> None:
-    """A draft that is good for as long as it is tried with few tokens, and then never. After every
-    round the loss is within 3 steps + 3 %, the costs known: no average over texts shows that."""
+    """A draft that is always right while few tokens are drafted, and always wrong for more. If the
+    costs are known, the loss after every round is at most 3 steps + 3 %: an average over texts
+    cannot show that."""
 
     def tempting(drafted: int) -> int:
         return drafted if drafted <= most else 0
@@ -134,18 +136,19 @@ def test_fallback_stays_away_from_a_good_draft() -> None:
 @pytest.mark.parametrize("gamma", ["auto", 4])
 @pytest.mark.parametrize("bad", [128, 512, 4096])
 def test_a_draft_that_becomes_good_again(bad: int, gamma: int | str) -> None:
-    """Tried again after at most as many tokens again as it was bad, and 1,024 in any case. The
-    median of texts: a single token that is tried may be one of the ten in a hundred."""
-    waited = []
+    """It is used again after at most 1.5 times as many tokens as it was bad for, and after 1,024 in
+    any case, plus 64. The median over texts, because a single trial may meet one of the 10 % of
+    tokens that are rejected."""
+    delays = []
     for seed in range(5):
         costs, fate = Costs(MAX_GAMMA), coins(np.repeat([0.0, 0.9], [bad, 3072]), bad + 3072, seed)
         run = simulate(auto(costs, gamma), costs, Machine(0.15, 0.05), fate, len(fate))
         at, gammas = np.array(run.at), np.array(run.gammas)
         assert gammas[(at > bad / 2) & (at < bad)].mean() < 0.3
         found = at[:-1][(at[:-1] >= bad) & (gammas[:-1] >= 3) & (gammas[1:] >= 3)][0]
-        waited.append(found - bad)
+        delays.append(found - bad)
         assert gammas[at > found + 64].mean() > 3
-    assert np.median(waited) <= min(1.5 * bad, LONGEST_PAUSE) + 64
+    assert np.median(delays) <= min(1.5 * bad, LONGEST_PAUSE) + 64
 
 
 # Costs
@@ -162,7 +165,7 @@ def test_gammas_that_were_not_timed_lie_on_lines() -> None:
 
 
 def test_no_verification_costs_more_than_a_wider_one() -> None:
-    """A plain step of a busy minute would make every draft look fast."""
+    """Otherwise a plain step that was slow on a busy machine would make every draft look fast."""
     costs = timed(cost=0.1)
     for _ in range(9):
         costs.observe(1, 0, 0.0, 5 * STEP)
@@ -171,7 +174,7 @@ def test_no_verification_costs_more_than_a_wider_one() -> None:
 
 
 def test_short_readings_say_little_of_long_ones() -> None:
-    """Of a token alone the call is all there is to time."""
+    """For a single token, the overhead of the call dominates the timing."""
     costs = timed(cost=0.2)
     for tokens in (60, 1, 1, 1, 40, 1, 1, 1, 50):
         costs.observe_catch_up(1, tokens, ((0.22 if tokens == 1 else 0.2) + tokens * 0.0125) * STEP)
@@ -180,7 +183,7 @@ def test_short_readings_say_little_of_long_ones() -> None:
 
 
 def test_batch_sizes_keep_apart() -> None:
-    """What costs twice as much in company is left there."""
+    """Timings of one batch size affect no other: here, drafting pays off only for one request."""
     costs = timed(1, cost=0.1, most=4)
     for gamma in (0, 0, 4, 4) * 2:
         costs.observe(8, gamma, 1.5 * gamma, 3.0 * (1 + gamma))
@@ -191,7 +194,7 @@ def test_batch_sizes_keep_apart() -> None:
         policy.observe(4, 4, 3)
     assert policy.next(1) > 2
     assert policy.next(8) == 0
-    # One that is new is timed first, though others may keep it from being so.
+    # A new batch size is timed first, although others may already supply its costs.
     policy = make_policy("auto", costs, 4, fallback=True)
     for asked, found in ((0, 0), (0, 0), (1, 1), (1, 1)):
         assert policy.next(2) == asked
@@ -204,12 +207,12 @@ def test_batch_sizes_keep_apart() -> None:
     assert costs.rounds_if_timed(3) is None, "its plain step is a guess"
 
 
-# What texts tell
+# Observations
 
 
 @pytest.mark.parametrize("gamma", ["auto", MAX_GAMMA, "transformers"])
 def test_smaller_rounds_than_asked_for(gamma: int | str) -> None:
-    """A lookup finds fewer tokens or none; a context or a text ends; a GPU was a round ahead."""
+    """A lookup finds fewer tokens or none; a context or a sequence ends; a GPU ran ahead."""
     costs, machine, rng = Costs(MAX_GAMMA), Machine(0.05, 0.02), np.random.default_rng(0)
     policy, asked = auto(costs, gamma), []
     for _ in range(200):
@@ -222,8 +225,8 @@ def test_smaller_rounds_than_asked_for(gamma: int | str) -> None:
 
 
 def test_a_cut_block_says_nothing_about_the_rest() -> None:
-    """Accepted to the end of the text, or rejected by a rule that judges whole blocks: positions
-    that were not reached do not count."""
+    """A block that the end of the sequence cuts off, or that a rule for whole blocks rejects:
+    positions that were not reached do not count."""
     policy = auto(timed(cost=0.05))
     for _ in range(50):
         policy.observe(8, 2, 2)
@@ -237,14 +240,14 @@ def test_a_cut_block_says_nothing_about_the_rest() -> None:
 
 
 def test_texts_begin_where_others_with_their_settings_did() -> None:
-    """Requests whose sampling makes the draft hopeless, and others, take turns."""
-    for apart in (True, False):
+    """Requests with sampling settings that make the draft hopeless alternate with others."""
+    for distinct in (True, False):
         costs, opened = Costs(MAX_GAMMA), []
         for seed in range(12):
-            policy = auto(costs, settings=seed % 2 if apart else None)
+            policy = auto(costs, settings=seed % 2 if distinct else None)
             fate = coins((0.9, 0.05)[seed % 2], 160, seed)
             opened.append(simulate(policy, costs, PAIR, fate, 160).gammas[0])
-        assert (min(opened[6::2]) >= 3 and max(opened[7::2]) == 0) == apart, opened
+        assert (min(opened[6::2]) >= 3 and max(opened[7::2]) == 0) == distinct, opened
 
 
 def test_new_settings_begin_with_what_all_others_did() -> None:
@@ -253,12 +256,12 @@ def test_new_settings_begin_with_what_all_others_did() -> None:
     assert costs.earlier_texts("second").acceptance < 0.2
     for other in range(MAX_SETTINGS):
         costs.earlier_texts(other).add(50, 50)
-    assert costs.earlier_texts("first").acceptance > 0.9, "forgotten: there were too many since"
+    assert costs.earlier_texts("first").acceptance > 0.9, "forgotten after too many others"
 
 
 def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
-    """Texts of 8 rounds, too short for a trial in a pause, after some with a hopeless draft. Those
-    that never run are not counted: what is refused would give hope."""
+    """Texts of 8 rounds, which end before a pause does, after texts with a hopeless draft. Requests
+    that never run are not counted, otherwise refused requests would cause new trials."""
     costs, drafted = timed(), []
     costs.earlier_texts().add(200, 10)
     _waiting = [auto(costs) for _ in range(200)]
@@ -274,7 +277,7 @@ def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
 
 
 def test_a_pause_lasts_whoever_comes_and_goes() -> None:
-    """Other requests change the batch, which is no reason to try a hopeless draft again."""
+    """A change of the batch size by other requests is no reason to retry a hopeless draft."""
     tried = {}
     for changing in (False, True):
         policy, gammas = auto(timed(1, 2, cost=0.3)), []
@@ -296,7 +299,7 @@ def test_the_schedule_of_transformers() -> None:
         policy.observe(seen[-1], 1, seen[-1] if all_accepted else 0)
     assert seen == [5, 7, 9, 8, 7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1]
     policy.observe(0, 0, 0)
-    assert policy.next(1) == 1, "a round without drafts says nothing"
+    assert policy.next(1) == 1, "a round without drafts changes nothing"
     for _ in range(20):
         policy.observe(*[policy.next(1)] * 3)
     assert policy.next(1) == 16

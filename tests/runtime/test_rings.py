@@ -1,7 +1,8 @@
-"""Every call reads, of a ring of states, those of its own text: a shadow that knows what each row
-was computed from, beside rounds whose tokens are dice.
+"""Every call reads from a ring of states only those of its own sequence. A shadow engine records
+from which text each row was computed, in rounds with random tokens.
 
-Texts alone do not tell: of a draft it costs acceptance alone, and of a target luck hides much.
+Comparing outputs is not enough: wrong states of a draft cost only acceptance, and wrong states of a
+target often go unnoticed by luck.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from runtime.sampling.sampler import Array, SlotSampling
 from runtime.sequence import ActiveSequence, Request
 
 KINDS = ["model", "model", "chain", "chain", "ngram", "copy", "random"]
-WORDS, V, MARK = 4, 7, -9e8  # tokens of texts; columns: those, the text's number, and this mark
+WORDS, V, MARK = 4, 7, -9e8  # tokens; columns, of which the last two are a text's number and a mark
 MAX_LEN = 56
 
 
@@ -32,19 +33,19 @@ class Interrupt(BaseException):
     pass
 
 
-class Lost(BaseException):  # what a draft raises else is taken for an error of its own
+class Lost(BaseException):  # an Exception would count as a failure of the draft
     pass
 
 
 class Texts:
-    """A number for each text, 0 for the empty one; -1 is what was computed from anything else."""
+    """Numbers for texts: 0 for the empty one, -1 for states that belong to no single text."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
         self._all = [(0, 0)]  # each one's length, and the text before its last token
 
     def after(self, text: int, tokens: Sequence[int]) -> list[int]:
-        """With each of the tokens more."""
+        """The numbers of `text` extended by each of the tokens in turn."""
         found = []
         for token in tokens:
             if text >= 0:
@@ -55,7 +56,7 @@ class Texts:
         return found
 
     def before(self, rows: Sequence[int], start: int) -> int:
-        """Whose last states these are, the last one first; they must be of `start` tokens."""
+        """The text whose latest states these are, newest first; it must have `start` tokens."""
         text = expected = rows[0] if rows else 0
         for found in rows:
             if found < 0 or found != expected:
@@ -65,8 +66,8 @@ class Texts:
 
 
 class Shadow(Engine):
-    """Its logits say of which text they are. A call may be interrupted between two layers: nothing
-    is left then of rows that it changes."""
+    """An engine whose logits contain the number of their text. A call may be interrupted between
+    two layers; the rows that it changes are then lost."""
 
     vocab_size, chunk = V, 16
 
@@ -105,7 +106,7 @@ class Shadow(Engine):
 
 
 class Dice:
-    """A sampler that looks whose rows it is given, and at nothing else in them."""
+    """A sampler that draws at random, and checks only to which text the logits belong."""
 
     def __init__(self, texts: Texts, dice: np.random.Generator):
         self.vocab_size, self.texts, self.dice = V, texts, dice
@@ -122,7 +123,7 @@ class Dice:
         for b, place in enumerate(self.places):
             if step < place.gamma:
                 row = logits[place.index - first_slot]
-                if row[V - 1] == -np.inf:  # a guess is drawn
+                if row[V - 1] == -np.inf:  # the row of a lookup: take its token
                     drawn[b] = row.argmax()
                 self.drafts[b].append(int(drawn[b]))
         return drawn
@@ -159,7 +160,7 @@ class Dice:
 
 
 class Wavering:
-    """A policy: without drafts for a while, and with them again."""
+    """A policy that stops drafting for a while, and starts again."""
 
     def __init__(self, dice: np.random.Generator, gamma: int):
         self.dice, self.gamma, self.now = dice, gamma, gamma
@@ -174,7 +175,7 @@ class Wavering:
 
 
 def a_request(dice: np.random.Generator, before: list[list[int]], max_gamma: int) -> Request:
-    """It goes on with a text that was, or branches off."""
+    """A request whose prompt continues an earlier sequence, or branches off from it."""
     base = before[dice.integers(len(before))]
     length = dice.choice([len(base), len(base) - 1, len(base) - 2, dice.integers(1 + len(base))])
     more = dice.integers(0, WORDS, 1 + dice.integers(3)).tolist()
@@ -190,12 +191,12 @@ def a_request(dice: np.random.Generator, before: list[list[int]], max_gamma: int
         gamma=gamma, draft=kind, policy=policy, stop=stop,
         draft_threshold=0.2 if kind == "model" and policy is None and dice.random() < 0.3 else 0,
         max_new_tokens=int(dice.choice([3, 30, MAX_LEN])),
-        processors=(None,),  # so that the sampler is told the text
+        processors=(None,),  # so that the sampler receives the text
     )  # fmt: skip
 
 
 def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counter[str]:
-    """So many texts in rings of so many rows; what there was of it."""
+    """Generate `texts` sequences with rings of `rows` rows, and count the events."""
     dice, known, seen = np.random.default_rng(seed), Texts(), Counter[str]()
     states, slots = StateFacts([[1, 1]], rows, reach), 3 - seed % 3
     options = known, dice, states, slots, MAX_LEN + max_gamma + 1
@@ -232,7 +233,7 @@ def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counte
 
 @pytest.mark.parametrize("max_gamma", [1, 2, 8])
 def test_every_call_reads_its_own_text(max_gamma: int) -> None:
-    """Of as few rows as a ring may have (`export.part`); with one less, some are lost."""
+    """With the smallest ring that `export.part` makes; with one row less, states are lost."""
     seen, rows = Counter[str](), max_gamma + 3
     for seed in range(4):
         reach = 1 + 2 * (seed % 2)

@@ -1,6 +1,6 @@
-"""A text of many rounds under the block rule: its numbers are new in each (test_exact.py has a few
-rounds of the standard rule). Log-probabilities are those of the target before any warping. Each
-with a control that must fail.
+"""Under the block rule, each of many rounds draws new random numbers (test_exact.py has a few
+rounds of the standard rule). Log-probabilities are the target's before any warping. Each test has a
+control that must fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("sampler")
 
 # --- the numbers ------------------------------------------------------------------------------
 
-# A device draws bit for bit what the kernel draws on the host: test_device_rounds.py.
+# A device draws bitwise the same tokens as the kernel on the host: test_device_rounds.py.
 SAMPLERS = ("numpy", "kernel", "device")
 
 
@@ -33,7 +33,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     if small.any():
         counts = np.append(counts[~small], counts[small].sum())
         expected = np.append(expected[~small], expected[small].sum())
-        if expected[-1] < 5:  # all of the small ones together: into the smallest other
+        if expected[-1] < 5:  # the merged bin is still small: add it to the smallest other
             smallest = expected[:-1].argmin()
             for row in (counts, expected):
                 row[smallest] += row[-1]
@@ -44,7 +44,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def words_by_block() -> float:
-    """p-value of words of four tokens, under the block rule and two tokens in all."""
+    """p-value of words of four tokens over a vocabulary of two, under the block rule."""
     tokens = 9_000
     third = np.array([1 / 3, 2 / 3])
     p, q = np.log(third).astype(np.float32), np.log(third[::-1]).astype(np.float32)
@@ -61,7 +61,8 @@ def words_by_block() -> float:
 
 @pytest.mark.parametrize("sampler", cases(["kernel"], SAMPLERS), indirect=True)
 def test_the_block_rule_draws_new_numbers_every_round() -> None:
-    """It looks at all numbers of its round to decide, the later ones included: they are spent."""
+    """It reads all random numbers of a round to decide, including those of the positions after the
+    rejection, so none may be used again."""
     assert words_by_block() > 1e-3
 
 

@@ -1,6 +1,5 @@
-"""What a round may not touch, skip or overrun: padding, numbers that are none, contexts that are
-full. Every test runs the real round; every control runs the same check on a round with the fault
-put back.
+"""What a round must not read, miss or overrun: padding, NaN, full contexts. Every test runs the
+real round; every control runs the same check on a round with an injected fault.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ GAMMA = 4
 
 
 def padded(model: Model, width: int, vocab_size: int) -> Model:
-    """`model` with more columns, of which one has the largest logit of all."""
+    """`model` with more columns, whose logits are larger than all others."""
 
     def wide(context: Context) -> np.ndarray:
         row = np.full(width, 80, np.float32)
@@ -37,7 +36,7 @@ def padded(model: Model, width: int, vocab_size: int) -> Model:
 
 
 def odd_widths(temperature: float, draft_width: int, vocab_size: int = 16) -> None:
-    """Columns beyond the 16 tokens, or a draft that knows ten of them."""
+    """Logits with columns beyond the 16 tokens, or a draft that knows only ten of them."""
     model = random_model(4, 16)
     draft = padded(near(model, 5, 0.8), draft_width, min(16, draft_width))
     decoder = make_decoder(
@@ -76,7 +75,7 @@ def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
 
 
 def test_a_draft_of_fewer_tokens_in_company() -> None:
-    """Rows that no engine's buffer holds are as wide as the draft's, not the target's."""
+    """Draft rows outside of an engine's buffer are as wide as the draft's, not the target's."""
     model = random_model(4, 16)
     for kinds in (["model", "ngram"], ["chain", "copy"]):
         draft = padded(near(model, 5, 0.8), 10, 10)
@@ -91,11 +90,11 @@ def test_a_draft_of_fewer_tokens_in_company() -> None:
         assert all(sequence.stats.drafted for sequence in sequences)
 
 
-# --- numbers that are none --------------------------------------------------------------------
+# --- NaN --------------------------------------------------------------------------------------
 
 
 def failing(model: Model, at: int) -> Model:
-    """`model`, but one logit of the row after `at` tokens of text is not a number."""
+    """`model`, but one logit of the row after `at` tokens is NaN."""
 
     def broken_model(context: Context) -> np.ndarray:
         row = model(context).copy()
@@ -117,7 +116,7 @@ def test_numeric_failures_are_named(name: str, at: int) -> None:
     neighbour = decoder.admit(Request([2], gamma=0))
     request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
     if name == "draft" and at == 4:
-        at = 5  # the draft's first row here is that of the token after the prefill's
+        at = 5  # the draft's first row follows the token that the prefill generated
         decoder.draft.model = failing(model, at)
     with pytest.raises(OutriderError) as error:
         run(decoder, request)
@@ -131,8 +130,8 @@ def test_numeric_failures_are_named(name: str, at: int) -> None:
 @both
 @pytest.mark.parametrize(("name", "logprobs"), [("target", None), ("draft", None), ("target", 0)])
 def test_a_failure_is_one_sequences_alone(name: str, logprobs: int | None) -> None:
-    """The others of its rounds get what they get without it; on a GPU, rounds launched ahead too,
-    which log-probabilities forbid."""
+    """The other sequences of its rounds get the same output as alone. On a GPU, this includes
+    rounds that are launched ahead, which log-probabilities prevent."""
     model = random_model(1)
     models = {"target": model, "draft": near(model, 2, 1.0)}
     requests = [
@@ -203,7 +202,8 @@ def test_a_draft_that_runs_over_its_context() -> None:
 
 
 def fills_context(slots: int, max_gamma: int = 8, capacity: int | None = None) -> None:
-    """To the last token of max_len in all slots: the fakes have just the rows that bundles have."""
+    """Fill all slots to the last token of max_len; the fakes have exactly as many rows as bundles
+    have."""
     target = random_model(2)
     decoder = make_decoder(
         target, near(target, 3, 0.5), slots=slots, max_len=40, max_gamma=max_gamma,
@@ -235,7 +235,8 @@ def test_a_sequence_alone_writes_no_row_beyond_max_len() -> None:
 
 
 def test_rows_that_a_bundle_would_not_have() -> None:
-    """Drafting past the context; and a slot near its end in a call as wide as its neighbour's."""
+    """Drafting past the context; and a slot that is almost full in a call that is wide because of
+    another slot."""
 
     def heedless(self: Decoder, sequence: ActiveSequence) -> int:
         return sequence.request.gamma
@@ -249,7 +250,7 @@ def test_rows_that_a_bundle_would_not_have() -> None:
 
 
 def test_no_more_is_drafted_than_can_become_text() -> None:
-    """Everything is accepted here, so every draft must be text, up to the very last token."""
+    """Every draft is accepted here, so every drafted token must become output, up to the last."""
     model = random_model(2)
     for left in range(1, 12):
         for max_len, count in ((64, left), (3 + left, 99)):

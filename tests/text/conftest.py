@@ -1,4 +1,4 @@
-"""A bundle that reads sources, by each backend that runs encoders, and what those have read."""
+"""An encoder-decoder bundle for each backend that runs encoders, and the sources they encode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def t5(workshop: Workshop, backend: str) -> tuple[Path, Path]:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[int]:
-    """The length of each source that an encoder has read, of token ids."""
+    """The length, in tokens, of each source that an encoder has run on."""
     lengths: list[int] = []
     engine = host_engine(backend)
     real = engine._encode

@@ -1,4 +1,4 @@
-"""What comes in through the Python API is taken as meant, or refused."""
+"""Arguments of the Python API are either interpreted as intended or refused."""
 
 import copy
 import json
@@ -56,21 +56,21 @@ def test_options_are_refused_by_the_api_too(engine, options):
 
 
 @pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
-def test_prompts_that_are_none(engine, prompt):
+def test_invalid_prompts(engine, prompt):
     with pytest.raises(OutriderError) as error:
         engine.generate(prompt)
     assert error.value.kind == "prompt"
 
 
 def test_no_messages_are_no_token_ids(engine):
-    """Fault: "special_tokens has no meaning where the prompt is token ids"."""
+    """Fault: the error was "special_tokens has no meaning where the prompt is token ids"."""
     for options in ({"special_tokens": "text"}, {"system": "be kind"}):
         with pytest.raises(OutriderError, match="the prompt is empty"):
             engine.generate([], **options)
 
 
 def test_an_error_crosses_processes():
-    """Fault: a process pool dies of BrokenProcessPool where a worker raises one."""
+    """Fault: a process pool fails with BrokenProcessPool when a worker raises an OutriderError."""
     error = OutriderError("prompt", "it is empty.", "Fill it.")
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(twin) is OutriderError and str(twin) == str(error)
@@ -80,7 +80,7 @@ def test_an_error_crosses_processes():
 
 
 def test_a_stream_cannot_be_copied(engine):
-    """Fault: the end of a copy takes the slot from under the text."""
+    """Fault: when a copy ends, it releases the slot that the original still uses."""
     with engine.stream("ab", max_new_tokens=9) as stream:
         next(stream)
         for twin in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -91,7 +91,7 @@ def test_a_stream_cannot_be_copied(engine):
 
 @pytest.mark.parametrize("slots", [0, -1, 2.5, True, "2", 10**6, 10**30])
 def test_slots_that_cannot_be(engine, slots):
-    """Fault: a traceback, or a machine that swaps, where a line would do. The control: some."""
+    """Fault: a traceback, or a machine that swaps, instead of a one-line error. The control: 4."""
     check_slots(engine.manifest, 4, gpu=False)
     pair = engine.manifest.pair
     wide = replace(pair, target=replace(pair.target, vocab_size=2**17))
@@ -101,7 +101,8 @@ def test_slots_that_cannot_be(engine, slots):
 
 
 def test_what_the_package_says_of_itself():
-    """It names what it has without importing it: Ctrl-C during an import is no traceback."""
+    """`dir(runtime)` lists the public names without importing their modules, so that Ctrl-C during
+    the import of a command gives no traceback."""
     script = "import sys, runtime; print(*dir(runtime), *sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True,

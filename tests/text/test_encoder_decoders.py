@@ -1,8 +1,8 @@
-"""Encoder-decoders: at temperature 0 the tokens of Transformers' `generate`, and what is promised.
+"""Encoder-decoders: the tokens of Transformers' `generate` at temperature 0, and the guarantees.
 
-Sources of one token to over a hundred, in one slot and in three that have different ones; drafts
-that are right now and then, lookups, none. A random model's greedy text repeats itself, so all of
-them have a repetition penalty, which is Transformers' own.
+Sources have from one to over a hundred tokens, in one slot and in three with different sources;
+drafts are a model that is sometimes right, lookups, or none. Greedy output of a random model
+repeats itself, so every request has a repetition penalty, defined as in Transformers.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from runtime.theory.measure import measure
 
 def test_greedy_text_is_that_of_transformers(t5: tuple[Path, Path]) -> None:
     target, bundle = t5
-    said = [expected(target, source) for source in SOURCES]
+    want = [expected(target, source) for source in SOURCES]
     three = one_thread(bundle, 3)
     requests = [greedy(s, gamma) for s, gamma in zip(SOURCES, (0, 3, 8, 5), strict=True)]
-    assert texts(three, requests) == said
+    assert texts(three, requests) == want
     one = one_thread(bundle, 1)
     drafts = ("model", "ngram", "copy", "chain")
-    assert texts(one, [greedy(s, None, d) for s, d in zip(SOURCES, drafts, strict=True)]) == said
+    assert texts(one, [greedy(s, None, d) for s, d in zip(SOURCES, drafts, strict=True)]) == want
     accepted = one.stats()["accepted"] + three.stats()["accepted"]
     assert 0 < accepted < one.stats()["drafted"] + three.stats()["drafted"]
 
@@ -81,19 +81,19 @@ def test_greedy_text_with_every_draft_and_gamma(
     workshop: Workshop, tmp_path: Path, name: str, backend: str, slots: int
 ) -> None:
     target, bundle = bundle_of(workshop, name, backend=backend)
-    said, table = [expected(target, source) for source in SOURCES], tmp_path / "table.npz"
-    tables = Tables.count(np.array(sum(said[1:], said[0]), np.int32), VOCAB_SIZE, 3)
+    want, table = [expected(target, source) for source in SOURCES], tmp_path / "table.npz"
+    tables = Tables.count(np.array(sum(want[1:], want[0]), np.int32), VOCAB_SIZE, 3)
     tables.tokenizer = fingerprint(one_thread(bundle, 1).tokenizer.vocabulary())
     tables.save(table)
     engine = load(bundle, slots=slots, threads=1, table=table)
-    assert texts(engine, [greedy(source, 0) for source in SOURCES]) == said
+    assert texts(engine, [greedy(source, 0) for source in SOURCES]) == want
     for draft in KINDS:
         before = engine.stats()
         for gamma in range(1, 9):
-            assert texts(engine, [greedy(s, gamma, draft) for s in SOURCES]) == said, (draft, gamma)
+            assert texts(engine, [greedy(s, gamma, draft) for s in SOURCES]) == want, (draft, gamma)
         accepted, drafted = (engine.stats()[x] - before[x] for x in ("accepted", "drafted"))
         assert accepted < drafted, draft
-        # What is looked up in a text that is kept from repeating itself hardly ever stands.
+        # With a repetition penalty, tokens looked up in the text are hardly ever accepted.
         assert accepted > 0 or draft not in ("model", "chain", "bigram"), draft
 
 
@@ -118,22 +118,23 @@ RULES = {
 
 @pytest.mark.parametrize("name", cases(["t5"], WITH_ENCODER))
 def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> None:
-    """As BART's and Marian's do: their `generate` says the same, but for the beams."""
+    """Rules as in the configs of BART and Marian: the tokens equal those of `generate`, which is
+    called without beams."""
     target = workshop.checkpoint(name, generation=RULES)
     engine = one_thread(workshop.bundle(target, workshop.checkpoint(name, blur=0.1)), 1)
     model = AutoModelForSeq2SeqLM.from_pretrained(target, attn_implementation="eager").eval()
     for source in SOURCES:
         ids = torch.tensor([source])
         plain = {"num_beams": 1, "early_stopping": None, "do_sample": False}
-        said = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0].tolist()
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0].tolist()
         room, asked = RULES["max_length"] - 2, {"source": source, "repetition_penalty": 1.0}
         for gamma in (0, 4):
             found = engine.generate(None, **asked, gamma=gamma, max_new_tokens=room)
-            assert found.token_ids == said[2:]
+            assert found.token_ids == want[2:]
         off = {"no_repeat_ngram_size": 0, "bad_words_ids": (), "encoder_no_repeat_ngram_size": 0}
-        assert engine.generate(None, **asked, **off, max_new_tokens=room).token_ids != said[2:]
+        assert engine.generate(None, **asked, **off, max_new_tokens=room).token_ids != want[2:]
     assert engine.stats()["accepted"] > 0
-    # The token that is forced is one of the new ones there, and here of the prompt.
+    # The forced token counts as a new token in Transformers, and as part of the prompt here.
     pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
     for prompt, least in (([1, FORCED], 8), ([1, FORCED, 7], 9)):
         assert text_rules(Options(), pair, prompt, SOURCES[1])[0] == least
@@ -141,8 +142,8 @@ def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> N
 
 @pytest.mark.parametrize("least", [None, 9])
 def test_how_short_a_text_may_be(workshop: Workshop, least: int | None) -> None:
-    """`min_new_tokens` takes the place of `min_length`, which counts the prompt; of a decoder too,
-    which would end at once."""
+    """`min_new_tokens` overrides `min_length`, which counts the prompt. Here for a decoder-only
+    model, which would otherwise end at once."""
     ends = [*range(0, VOCAB_SIZE, 2)]
     rules = {"eos_token_id": ends, "min_length": 8, "min_new_tokens": least}
     target = workshop.checkpoint("llama", generation=rules)
@@ -155,13 +156,13 @@ def test_how_short_a_text_may_be(workshop: Workshop, least: int | None) -> None:
     assert len(free.token_ids) < 5, "the control"
 
 
-# What is compiled
+# Compiled programs
 
 
 class Uncompiled:
-    """See `aotinductor.Package`: torch runs the program itself, in no time."""
+    """Replaces `aotinductor.Package`: torch runs the exported program itself, uncompiled."""
 
-    folders: ClassVar[list[Path]] = []  # of the graphs, by role
+    folders: ClassVar[list[Path]] = []  # the graphs' folders, named by role
 
     def __init__(self, folder: Path, *, encoder: bool = False):
         (graphs,) = (x for x in self.folders if x.name == folder.name)
@@ -179,8 +180,8 @@ class Uncompiled:
 def test_programs_without_a_compiler(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the compiling, which the slow tests do: the export, the bundle, the engine's calls.
-    Neither program has the other's weights."""
+    """Everything but the compilation, which the slow tests cover: the export, the bundle and the
+    engine's calls. Neither program contains the other's weights."""
     target = workshop.checkpoint("t5", num_layers=1, num_decoder_layers=1)
     graphs, bundle = workshop.graphs(target, form="torch"), tmp_path / "bundle"
 
@@ -210,15 +211,15 @@ def test_programs_without_a_compiler(
 
 
 def test_a_part_can_be_made_again(t5: tuple[Path, Path], workshop: Workshop) -> None:
-    """What is replaced holds files of ours alone."""
+    """`refuse_foreign` accepts an exported part, because all of its files are ours."""
     part = workshop.cache / read_bundle(t5[1]).pair.target.key[:16]
     refuse_foreign(part, PART_FILE)
     assert any((part / file).exists() for file in (ENCODER_FILE, ENCODER_PROGRAM_FILE))
 
 
 def test_beams(workshop: Workshop, encoded: list[int], backend: str) -> None:
-    """All hypotheses of Transformers' beam search, plain and drafted, with what the generation
-    config asks for, to the length at which all end. Slots share what was read."""
+    """All hypotheses equal those of Transformers' beam search, plain and drafted, under the rules
+    of the generation config, up to the length at which all end. Slots share the encoded source."""
     rules = {**RULES, "min_length": 18, "max_length": 18}
     target = workshop.checkpoint("t5", generation=rules)
     draft = workshop.checkpoint("t5", blur=0.1)
@@ -235,7 +236,7 @@ def test_beams(workshop: Workshop, encoded: list[int], backend: str) -> None:
     assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
 
 
-# Promises
+# Guarantees
 
 
 def test_certificate(t5: tuple[Path, Path]) -> None:
@@ -250,8 +251,8 @@ def test_certificate_in_bfloat16(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("name", cases(["marian"], WITH_ENCODER))
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
-    """And held to. Fault: the longest source was of a slot's rows, which are more than the model
-    has positions."""
+    """And the measured guarantee holds. Fault: the longest source measured had as many tokens as a
+    slot has rows, which is more than the model has positions."""
     longest = CONTEXT if name == "marian" else MAX_LEN
     _, bundle = bundle_of(workshop, name, measure=True, max_len=longest)
     assert read_bundle(bundle).invariance is not None
@@ -311,7 +312,7 @@ def test_prompts_alone_are_not_measured(t5: tuple[Path, Path]) -> None:
 def test_command_line(
     t5: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*arguments: str) -> tuple[list[int], str]:
+    def run(*arguments: str) -> tuple[list[int], str]:
         common = ["--engines", str(t5[1]), "--max-new-tokens", "12", "--ignore-eos"]
         assert generate.main([*common, *arguments]) == 0
         out, err = capsys.readouterr()
@@ -321,8 +322,8 @@ def test_command_line(
     (tmp_path / "batch").write_text(
         '{"source": "translate: hello"}\n{"source": "b", "prompt": "c"}'
     )
-    ids, err = said("--json", "--source", "translate: hello")
+    ids, err = run("--json", "--source", "translate: hello")
     assert len(ids) == 12
     assert "source 16 tok | prompt 1 tok" in err
-    assert said("--json", "--source-file", str(tmp_path / "source"))[0] == ids
-    assert said("--batch", str(tmp_path / "batch"))[0] == ids
+    assert run("--json", "--source-file", str(tmp_path / "source"))[0] == ids
+    assert run("--batch", str(tmp_path / "batch"))[0] == ids

@@ -1,4 +1,4 @@
-"""Callers of one engine: threads, streams that are closed, endless batches, a closed engine."""
+"""Concurrent use of one engine: threads, closed streams, endless batches, a closed engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(tmp_path: Path) -> TextEngine:
 
 
 class Gate:
-    """A model that stops in the middle of a round, when asked to."""
+    """A model that blocks in the middle of a round while `closed` is set."""
 
     def __init__(self) -> None:
         self.closed, self.reached, self.opened = False, threading.Event(), threading.Event()
@@ -45,7 +45,7 @@ class Gate:
 
 
 def test_more_callers_than_slots(engine: TextEngine) -> None:
-    """Fault: "busy" at once. And threads in turn get what they get alone."""
+    """Callers wait for a slot, and each gets the tokens it gets alone. Fault: "busy" at once."""
     alone = engine.generate("abc", max_new_tokens=40).token_ids
     with ThreadPoolExecutor(8) as pool:
         runs = [pool.submit(engine.generate, "abc", max_new_tokens=40) for _ in range(12)]
@@ -58,17 +58,17 @@ def test_more_callers_than_slots(engine: TextEngine) -> None:
 def test_threads_share_rounds(
     engine: TextEngine, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """Their texts stay what they are. The control takes turns."""
+    """Sharing changes no output. In the control, the threads take turns."""
     alone = [engine.generate(text, max_new_tokens=40).token_ids for text in ("abc", "b")]
     sizes, real = [], engine.decoder.round
 
     def round(batch: Collection[ActiveSequence]) -> None:
         sizes.append(len(batch))
-        threading.Event().wait(0.002)  # so that the other thread comes to ask
+        threading.Event().wait(0.002)  # gives the other thread time to request a round
         real(batch)
 
     monkeypatch.setattr(engine.decoder, "round", round)
-    monkeypatch.setattr(shared_rounds, "WAIT_SHARE", 1000.0)  # of rounds of two milliseconds
+    monkeypatch.setattr(shared_rounds, "WAIT_SHARE", 1000.0)  # a round takes two milliseconds
     if not shared:
         monkeypatch.setattr(engine, "round", lambda some: engine._run_round(lambda: list(some)))
     begun = threading.Barrier(2)
@@ -102,8 +102,8 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
         engine.batch("ab")
 
 
-def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
-    """Fault: a slot that was given back is written, perhaps in the middle of another text."""
+def test_a_withdrawn_sequence_is_not_in_the_round(engine: TextEngine) -> None:
+    """Fault: the round writes to a released slot, which another sequence may be using by then."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
     seen: list[list[ActiveSequence]] = []
     running, leaving = threading.Event(), threading.Event()
@@ -121,7 +121,7 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
         two = pool.submit(shared.round, [second], run)
         while len(shared._waiting) < 1:
             threading.Event().wait(0.001)
-        shared._waiting[0].withdrawn = True  # an interrupt, as `round` notes it
+        shared._waiting[0].withdrawn = True  # as `round` records an interrupt
         leaving.set()
         one.result(30)
         two.result(30)
@@ -129,8 +129,8 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
 
 
 @pytest.mark.parametrize("at", ["_changed.notify_all", "_wait_for_last_participants", "_run_round"])
-def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
-    """Fault: the next round writes a slot that was given back, or waits for one that never ends."""
+def test_an_interrupted_round_leaves_nothing_to_the_next(engine: TextEngine, at: str) -> None:
+    """Fault: the next round writes to a released slot, or waits for a round that never ends."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
     seen: list[list[ActiveSequence]] = []
 
@@ -148,7 +148,8 @@ def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
 def test_an_interrupt_loses_no_tokens_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a round ends that its thread ran for two. Fault: the other's text lacked that round."""
+    """Ctrl-C at the end of a round that one thread ran for two sequences. Fault: the other sequence
+    lost the tokens of that round."""
     engine = make_text_engine(tmp_path, MODEL, slots=2)
     prompts, options = ("abc", "b"), Options(max_new_tokens=60, ignore_eos=True)
     alone = [engine.generate(prompt, options).token_ids for prompt in prompts]
@@ -156,7 +157,7 @@ def test_an_interrupt_loses_no_tokens_of_others(
 
     def round(batch: Collection[ActiveSequence]) -> None:
         while len(batch) < 2 and not interrupted and not shared._waiting:
-            threading.Event().wait(0.001)  # until both are there
+            threading.Event().wait(0.001)  # until both threads take part
         real(batch)
         if len(batch) == 2 and not interrupted:
             interrupted.append(threading.get_ident())
@@ -165,12 +166,12 @@ def test_an_interrupt_loses_no_tokens_of_others(
     monkeypatch.setattr(engine.decoder, "round", round)
     with ThreadPoolExecutor(2) as pool:
         streams = [engine.stream(prompt, options) for prompt in prompts]
-        assert all(next(stream).tokens for stream in streams)  # in its slot
-        said = [pool.submit(list, stream) for stream in streams]
-        failed = [isinstance(each.exception(30), KeyboardInterrupt) for each in said]
+        assert all(next(stream).tokens for stream in streams)  # each now has its slot
+        readers = [pool.submit(list, stream) for stream in streams]
+        failed = [isinstance(each.exception(30), KeyboardInterrupt) for each in readers]
     assert sorted(failed) == [False, True]
     other = failed.index(False)
-    events = said[other].result()
+    events = readers[other].result()
     assert [token.id for event in events for token in event.tokens] == alone[other][1:]
 
 
@@ -189,7 +190,8 @@ def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
 
 @contextmanager
 def interrupted_once(thing: Any, at: str, *, after: bool = False) -> Iterator[None]:
-    """Ctrl-C in the call of an attribute of it, or as that returns."""
+    """Raise KeyboardInterrupt in the first call of the method `at` of `thing`: before it runs, or
+    after."""
     *owners, name = at.split(".")
     for owner in owners:
         thing = getattr(thing, owner)
@@ -208,7 +210,7 @@ def interrupted_once(thing: Any, at: str, *, after: bool = False) -> Iterator[No
 
 
 def test_a_stream_is_closed_by_another_thread(tmp_path: Path) -> None:
-    """Fault: "generator already executing", and the text goes on to its end."""
+    """Fault: "generator already executing", and the generation continues to its end."""
     gate = Gate()
     engine = make_text_engine(tmp_path, gate)
     stream = engine.stream("abc")
@@ -250,12 +252,13 @@ def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
 
 
 def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
-    """Fault: a collection in a round wants the line's lock, one in the line wants the round's."""
+    """Fault: `__del__`, run by the garbage collector during a round, needed the queue's lock, and
+    during a wait in the queue the round's lock: a deadlock."""
     stream = engine.stream("abc")
     next(stream)
     with engine._decoder_lock, engine.slot_queue._changed, ThreadPoolExecutor(1) as pool:
         pool.submit(stream.__del__).result(30)
-    stream._ended = True  # as if it were gone
+    stream._ended = True  # as if it had been collected
     assert engine.slot_queue.free == 2
 
 
@@ -263,13 +266,13 @@ def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
 
 
 def test_a_batch_is_closed_by_another_thread(tmp_path: Path) -> None:
-    """Fault: it goes on until its next text is finished."""
+    """Fault: the batch continues until its next sequence is finished."""
     gate = Gate()
     engine = make_text_engine(tmp_path, gate, slots=2)
 
     def prompts() -> Iterator[str]:
         yield "abc"
-        gate.closed = True  # all are read, and only rounds follow
+        gate.closed = True  # every prompt has been read; only rounds follow
 
     batch = engine.batch(prompts(), max_new_tokens=40, gamma=0)
     with ThreadPoolExecutor(1) as pool:
@@ -300,7 +303,7 @@ def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
 
 
 def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
-    """Fault: its neighbours, half done, are lost with it."""
+    """Fault: the other requests of the batch, half done, are lost with it."""
     prompts = ["ab", ("ab", Options(gamma=99)), [], 7, ("ab", Options(seed=-1)), "cd", [True],
                np.array([[5, 6]])]  # fmt: skip
     results = dict(engine.batch(prompts, max_new_tokens=5))
@@ -313,7 +316,7 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
 
 
 class Broken(GuessedDraft):
-    """Of texts that begin with 7, from their fourth token on."""
+    """Drafts `guessed` for sequences that begin with 7, once they have 8 tokens."""
 
     guessed: ClassVar[list[Any]] = []
 
@@ -326,7 +329,7 @@ class Broken(GuessedDraft):
 def test_what_a_hosts_own_code_raises_ends_one_text_alone(
     engine: TextEngine, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: an exception of one request's processor or draft ended the texts of all."""
+    """Fault: an exception in one request's processor or draft ended every sequence."""
     raised = {"a processor": "IndexError", "a draft": "KeyError", "floats": "TypeError"}[what]
     monkeypatch.setitem(KINDS, "broken", Broken)
     monkeypatch.setattr(Broken, "guessed", [1.5])
@@ -335,7 +338,7 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
 
     def processor(scores: Logits, text: Ids, begin: int) -> None:
         if len(text) > begin + 3:
-            raise IndexError("of a host")
+            raise IndexError("from the caller's code")
 
     own = {"processors": [processor]} if what == "a processor" else {"draft": "broken"}
     limits = {"max_new_tokens": 12, "ignore_eos": True}
@@ -343,7 +346,7 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
     results = dict(engine.batch(prompts, **limits))
     error = results[1].error
     assert error is not None and error.kind == "option" and raised in error.cause
-    assert 1 <= len(results[1].tokens) <= 4 and results[1].text, "what was said until then"
+    assert 1 <= len(results[1].tokens) <= 4 and results[1].text, "the output until then is kept"
     for i in (0, 2):
         assert results[i].token_ids == engine.generate(prompts[i], **limits).token_ids
     with ThreadPoolExecutor(2) as pool:
@@ -356,7 +359,7 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
 
 @pytest.mark.parametrize("lost", [KeyError("lost"), OutriderError("prompt", "lost", "Find it.")])
 def test_what_the_source_raises_is_raised(engine: TextEngine, lost: Exception) -> None:
-    """Fault: the source's own error is taken for a request's."""
+    """Fault: an error of the iterable is taken for an error of one request."""
 
     def prompts() -> Iterator[str]:
         raise lost
@@ -368,7 +371,7 @@ def test_what_the_source_raises_is_raised(engine: TextEngine, lost: Exception) -
 
 
 def test_a_batch_leaves_slots_to_who_waits(engine: TextEngine) -> None:
-    """Fault: an endless batch never lets anybody in."""
+    """Fault: an endless batch never leaves a slot to another caller."""
     with (
         ThreadPoolExecutor(1) as pool,
         engine.batch(itertools.repeat("ab"), max_new_tokens=9) as batch,
@@ -388,7 +391,7 @@ def test_a_closed_engine(engine: TextEngine) -> None:
         stream = engine.stream("abc")
         next(stream)
         weights = weakref.ref(engine.decoder.target)
-    assert weights() is None, "the memory is given back with a stream open"
+    assert weights() is None, "the memory is released although a stream is open"
     for use in (
         lambda: next(stream),
         lambda: engine.generate("abc"),
@@ -402,7 +405,7 @@ def test_a_closed_engine(engine: TextEngine) -> None:
 
 
 def test_memory_is_given_back_without_the_garbage_collector(tmp_path: Path) -> None:
-    """Fault: a cycle keeps gigabytes until the collector happens to run."""
+    """Fault: a reference cycle keeps gigabytes until the garbage collector happens to run."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 1.0))
     engine.generate("abc", max_new_tokens=9, gamma="auto", stop="x", logprobs=2)
     list(engine.batch(["abc"], max_new_tokens=5))
@@ -418,7 +421,7 @@ def test_memory_is_given_back_without_the_garbage_collector(tmp_path: Path) -> N
         gc.enable()
 
 
-def test_a_line_of_nobody(engine: TextEngine) -> None:
+def test_a_queue_of_length_zero(engine: TextEngine) -> None:
     full = TextEngine(engine.manifest, engine.tokenizer, engine.decoder, queue=0)
     held = [full.stream("abc") for _ in range(2)]
     for stream in held:

@@ -1,6 +1,6 @@
 """Text at an even pace: all of it, in order, spread over the time between rounds.
 
-No clock is asked for more than an order: rounds are made to wait for what the test sees.
+No test depends on real time: the clock is simulated, and the tests wait for what is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runtime.text.pace import SmoothWriter
 
 
 class Screen:
-    """What was written, and how long the writer meant to wait after each piece."""
+    """Records the pieces written, and how long the writer had slept before each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.shown: list[str] = []
@@ -37,7 +37,7 @@ class Screen:
 
 
 def test_a_round_is_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first round took, and no longer than is bearable."""
+    """The interval is the duration of the first round, but at most MAX_SPREAD."""
     for took, pieces, pause in ((0.2, "abcd", 0.05), (60, "ab", pace.MAX_SPREAD / 2)):
         screen = Screen(monkeypatch)
         with SmoothWriter(screen.write) as smooth:
@@ -56,7 +56,7 @@ def test_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         screen.time += 0.3
         smooth.show(list("abcdefgh"))
         screen.wait(1)
-        smooth._ending = True  # as on leaving
+        smooth._ending = True  # as `__exit__` sets it
         begun.set()
     assert [shown[0] for shown in screen.shown] == list("abcdefgh")
     assert screen.slept == 0

@@ -1,7 +1,7 @@
-"""Models whose layers carry a state: what is taken up again, certified and refused.
+"""Models with recurrent layers: reuse of their state, the certificate and the refusals.
 
-Their texts are Transformers' in test_transformers.py, their slots' ring is played with in
-test_rings.py, and the operators are test_recurrence.py's.
+test_transformers.py compares their output with Transformers, test_rings.py tests the ring of
+states of a slot, and test_recurrence.py the operators.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ KINDS = cases(["qwen3.5"], ["lfm2", "granite4"])
 
 @pytest.fixture
 def bundle(workshop: Workshop, request: pytest.FixtureRequest) -> Path:
-    return made(workshop, *request.param.split())
+    return make_bundle(workshop, *request.param.split())
 
 
-def made(workshop: Workshop, name: str, weights: str = "full") -> Path:
+def make_bundle(workshop: Workshop, name: str, weights: str = "full") -> Path:
     draft = workshop.checkpoint("llama", seed=7)
     return workshop.bundle(workshop.example(name), draft, weights=weights)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_talk_goes_on_where_its_state_is(workshop: Workshop, name: str) -> None:
-    """With the draft's and the target's rows of the ring; a text that branches off earlier begins
-    anew."""
+    """The states in the rings of the target and the draft are reused; a prompt that branches off
+    earlier is computed from its beginning."""
     original = original_of(workshop.example(name))
-    with load(made(workshop, name), threads=1) as engine:
+    with load(make_bundle(workshop, name), threads=1) as engine:
         first = engine.generate(PROMPTS[1], replace(greedy(8), max_new_tokens=20))
         talk = [*PROMPTS[1], *first.token_ids, 7, 9]
         result = engine.generate(talk, greedy(3))
@@ -56,8 +56,8 @@ def test_a_talk_goes_on_where_its_state_is(workshop: Workshop, name: str) -> Non
 )
 @pytest.mark.parametrize("temperature", cases([0.0], [1.0]))
 def test_certificate(bundle: Path, temperature: float) -> None:
-    """The same texts are read plainly and in rounds, one after the other; the control goes on in
-    the state of the first reading."""
+    """The certificate computes each sequence twice in a slot, plainly and as in rounds. In the
+    control, the second computation continues from the state of the first."""
     options = Options(temperature=temperature, gamma=4, seed=2, max_new_tokens=24, ignore_eos=True)
     with load(bundle, slots=2, threads=1) as engine:
         found = check(engine, PROMPTS[1], options)
@@ -68,8 +68,8 @@ def test_certificate(bundle: Path, temperature: float) -> None:
 
 
 def test_few_drafts(workshop: Workshop) -> None:
-    """Fault: a ring of one draft's rounds was shorter than what the export's comparison goes back,
-    and than a draft that begins two tokens before its end."""
+    """Fault: with max_gamma=1, the ring was shorter than the export's comparison goes back, and
+    too short for a draft that begins two tokens before the end of the sequence."""
     target = workshop.example("lfm2")
     bundle = workshop.bundle(target, workshop.checkpoint("lfm2", blur=0.1), max_gamma=1)
     with load(bundle, slots=2, threads=1) as engine:

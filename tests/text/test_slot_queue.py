@@ -1,4 +1,4 @@
-"""The queue for slots, with threads that stand in it."""
+"""The queue for slots, with threads that wait in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from runtime.text import slot_queue
 from runtime.text.slot_queue import Caller, Cancelled, SlotQueue
 
 
-class Crowd:
-    """Threads that come to a queue one after the other."""
+class Waiters:
+    """Threads that join a queue one after the other."""
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.served: list[str] = []
         self._pool = pool
 
-    def come(
+    def join(
         self, queue: SlotQueue, name: str, slots: int = 1, holds: Caller | None = None
     ) -> tuple[Caller, Future[None]]:
-        """Returns once the caller waits. holds: what its thread holds already."""
+        """Join the queue in a thread, and return once that thread waits or has its slots.
+
+        holds: a caller whose slots the thread holds already."""
         caller = Caller()
 
         def acquire() -> None:
@@ -41,13 +43,14 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd() -> Iterator[Crowd]:
+def waiters() -> Iterator[Waiters]:
     with ThreadPoolExecutor(8) as pool:
-        yield Crowd(pool)
+        yield Waiters(pool)
 
 
-def foreign(queue: SlotQueue, slots: int = 1) -> Caller:
-    """Somebody holds slots whom nobody can suspect of waiting."""
+def hold_elsewhere(queue: SlotQueue, slots: int = 1) -> Caller:
+    """Acquire slots for a caller of another thread, which the queue cannot take for a waiting
+    thread."""
     caller = Caller()
     queue.acquire(caller, slots)
     caller.threads = {-1}
@@ -55,32 +58,34 @@ def foreign(queue: SlotQueue, slots: int = 1) -> Caller:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_queue, "GRACE", 0.01)
 
 
-def test_first_come_first_served(crowd: Crowd) -> None:
-    """Fault: a free slot goes to whoever wakes up first; OverflowError in a wait without end."""
+def test_first_come_first_served(waiters: Waiters) -> None:
+    """Faults: a free slot goes to the thread that wakes up first; timeout=inf raises an
+    OverflowError."""
     queue = SlotQueue(1, timeout=float("inf"))
-    held = foreign(queue)
-    came = [crowd.come(queue, name) for name in "abcde"]
+    held = hold_elsewhere(queue)
+    joined = [waiters.join(queue, name) for name in "abcde"]
     queue.release(held)
-    for caller, future in came:
+    for caller, future in joined:
         future.result(30)
         queue.release(caller)
-    assert "".join(crowd.served) == "abcde"
+    assert "".join(waiters.served) == "abcde"
     assert queue.free == 1
 
 
 def test_what_only_refers_to_itself_is_given_back(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
+    short_grace: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a stream in a kept traceback. Fault: who waits does so for the whole timeout, for the
-    collector comes with allocations, and nobody makes any. Not while somebody goes on."""
+    """A reference cycle, such as a stream in a stored traceback, is collected while a caller waits,
+    but not while other callers make progress. Fault: the caller waited for the whole timeout,
+    because allocations trigger the garbage collector, and a waiting process makes none."""
 
     class Kept:
         def __init__(self, queue: SlotQueue):
-            self.queue, self.caller, self.itself = queue, foreign(queue), self
+            self.queue, self.caller, self.itself = queue, hold_elsewhere(queue), self
 
         def __del__(self) -> None:
             self.queue.drop(self.caller)
@@ -95,40 +100,41 @@ def test_what_only_refers_to_itself_is_given_back(
 
     queue, collected = SlotQueue(1, timeout=0.1), list[int]()
     monkeypatch.setattr(slot_queue.gc, "collect", lambda: collected.append(1))
-    held = foreign(queue)
+    held = hold_elsewhere(queue)
     monkeypatch.setattr(SlotQueue, "_total_uses", lambda self: held.record_use() or held.uses)
     with pytest.raises(OutriderError, match="after a wait"):
         queue.acquire(Caller())
     assert not collected
     monkeypatch.undo()
 
-    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:  # once, by who is first
+    # Of several waiting callers, only the first collects, and only once.
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
         patch.setattr(slot_queue, "GRACE", 0.01)
         patch.setattr(slot_queue.gc, "collect", lambda: collected.append(1))
         queue = SlotQueue(1)
-        foreign(queue)
+        hold_elsewhere(queue)
         late = [pool.submit(queue.acquire, Caller()) for _ in range(3)]
         while not collected:
             threading.Event().wait(0.001)
-        threading.Event().wait(0.1)  # too little would let a fault pass, and no right one fail
+        threading.Event().wait(0.1)  # if too short, a fault may go unnoticed; never a false alarm
         queue.close()
         assert all(isinstance(future.exception(30), OutriderError) for future in late)
     assert collected == [1]
 
 
-def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
-    """Fault: beam search waits for ever while single texts come and go."""
+def test_who_wants_all_slots_is_not_overtaken(waiters: Waiters) -> None:
+    """Fault: beam search waits forever while single requests come and go."""
     queue = SlotQueue(2)
-    held = foreign(queue)
-    everything, first = crowd.come(queue, "all", slots=2)
-    one, second = crowd.come(queue, "one")
-    assert not queue.try_acquire(Caller())  # a slot is free, and somebody waits for it
+    held = hold_elsewhere(queue)
+    everything, first = waiters.join(queue, "all", slots=2)
+    one, second = waiters.join(queue, "one")
+    assert not queue.try_acquire(Caller())  # a slot is free, but a caller waits for it
     queue.release(held)
     first.result(30)
     assert not second.done()
     queue.release(everything, 2)
     second.result(30)
-    assert crowd.served == ["all", "one"]
+    assert waiters.served == ["all", "one"]
     queue.release(one)
 
 
@@ -140,17 +146,17 @@ def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
     ],
 )
 def test_who_may_not_wait_is_told_at_once(queue: SlotQueue, words: str) -> None:
-    foreign(queue)
+    hold_elsewhere(queue)
     with pytest.raises(OutriderError, match=words) as error:
         queue.acquire(Caller())
     assert error.value.kind == "busy"
     assert not queue._waiting
 
 
-def test_a_full_line(crowd: Crowd) -> None:
+def test_a_full_queue(waiters: Waiters) -> None:
     queue = SlotQueue(2, queue=1)
-    held = foreign(queue, 2)
-    waiting, future = crowd.come(queue, "a")
+    held = hold_elsewhere(queue, 2)
+    waiting, future = waiters.join(queue, "a")
     cause = "all slots are in use, and 1 callers are already waiting"
     with pytest.raises(OutriderError, match=cause):
         queue.acquire(Caller())
@@ -159,9 +165,10 @@ def test_a_full_line(crowd: Crowd) -> None:
     queue.release(waiting)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_a_thread_does_not_wait_for_itself() -> None:
-    """Fault: a stream that another thread made, and this one uses, is no suspect."""
+    """Fault: a stream that another thread created and this thread uses was not counted as this
+    thread's."""
     queue = SlotQueue(1)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(Caller).result(30)
@@ -170,31 +177,31 @@ def test_a_thread_does_not_wait_for_itself() -> None:
         queue.acquire(Caller())
 
 
-@pytest.mark.usefixtures("impatient")
-def test_threads_do_not_wait_for_one_another(crowd: Crowd) -> None:
+@pytest.mark.usefixtures("short_grace")
+def test_threads_do_not_wait_for_one_another(waiters: Waiters) -> None:
     """Fault: two threads, each with one of two slots and waiting for a second one, hang."""
     queue = SlotQueue(2)
-    held = [foreign(queue), foreign(queue)]
+    held = [hold_elsewhere(queue), hold_elsewhere(queue)]
     for caller in held:
         caller.threads.clear()
-    runs = {crowd.come(queue, "x", holds=caller)[1]: caller for caller in held}
+    runs = {waiters.join(queue, "x", holds=caller)[1]: caller for caller in held}
     done, waits = wait(runs, 30, FIRST_COMPLETED)
     (refused,), (other,) = done, waits
     with pytest.raises(OutriderError, match="this thread itself"):
         refused.result()
-    queue.release(runs[refused])  # and the other one goes on
+    queue.release(runs[refused])  # and the other one proceeds
     other.result(30)
 
 
-@pytest.mark.parametrize("touched", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_stream_that_another_thread_may_finish(
-    monkeypatch: pytest.MonkeyPatch, touched: bool
+    monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """Fault: "busy" at once. It may be handed to a thread that has not begun; and one that threads
-    share is no suspect, whoever waits."""
+    """Fault: "busy" at once. The stream may be passed to a thread that has not used it yet; and a
+    stream that threads share never makes a waiting caller fail."""
     queue, held = SlotQueue(1), Caller()
     queue.acquire(held)
-    if touched:
+    if shared:
         monkeypatch.setattr(slot_queue, "GRACE", 0.01)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda: (held.record_use(), held.record_use())).result(30)
@@ -202,23 +209,23 @@ def test_a_stream_that_another_thread_may_finish(
     queue.acquire(Caller())
 
 
-def test_what_is_dropped_is_free_for_who_waits(crowd: Crowd) -> None:
+def test_what_is_dropped_is_free_for_who_waits(waiters: Waiters) -> None:
     queue = SlotQueue(1)
-    held = foreign(queue)
-    _, future = crowd.come(queue, "a")
+    held = hold_elsewhere(queue)
+    _, future = waiters.join(queue, "a")
     queue.drop(held)
     future.result(30)
     assert queue.free == 0
 
 
-def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
+def test_a_waiting_caller_can_be_cancelled(waiters: Waiters) -> None:
     queue = SlotQueue(1)
-    held = foreign(queue)
-    caller, future = crowd.come(queue, "a")
+    held = hold_elsewhere(queue)
+    caller, future = waiters.join(queue, "a")
     queue.cancel(caller)
     with pytest.raises(Cancelled):
         future.result(30)
-    _, future = crowd.come(queue, "b")
+    _, future = waiters.join(queue, "b")
     queue.close()
     with pytest.raises(OutriderError, match="the engine is closed"):
         future.result(30)
@@ -230,6 +237,6 @@ def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
     "wrong",
     [{"queue": -1}, {"queue": "x"}, {"timeout": -1}, {"timeout": float("nan")}, {"timeout": "x"}],
 )
-def test_what_is_no_line(wrong: dict[str, Any]) -> None:
+def test_invalid_queue_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="out of range"):
         SlotQueue(1, **wrong)

@@ -1,4 +1,4 @@
-"""Whose source a slot has: an encoder runs once for it, and rows of another's are not used."""
+"""The source of a slot: it is encoded once, and rows of another source are never reused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.files.manifest import read_bundle
 
 
 def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
-    """The copying draft proposes what followed in the source."""
+    """The "copy" draft proposes the tokens that follow the match in the source."""
     engine = one_thread(t5[1], 1)
     source = [20, 21, 22, 23, 24]
     request = engine.request([20, 21], greedy(source, 3, "copy"))
@@ -38,15 +38,15 @@ def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
 def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int]) -> None:
     engine = one_thread(t5[1], 1)
     texts(engine, [greedy(SOURCES[1], 0)])
-    assert encoded == [7], "the target's alone, where nothing is drafted by a model"
+    assert encoded == [7], "only the target's, if no draft model is used"
     texts(engine, [greedy(SOURCES[2], 4)])
     assert encoded == [7, 40, 40]
     texts(engine, [greedy(SOURCES[2], 4)])
-    assert encoded == [7, 40, 40], "the slot has it still"
+    assert encoded == [7, 40, 40], "the slot still has it"
 
 
 def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
-    """The draft with the target's encoder, and so with its embeddings."""
+    """A copy of the draft with the target's encoder and, therefore, its embeddings."""
     shutil.copytree(draft, folder)
     theirs, weights = (load_file(x / "model.safetensors") for x in (target, draft))
     same = {name: theirs[name] for name in weights if name.startswith(("encoder.", "shared."))}
@@ -57,7 +57,7 @@ def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
 def test_a_draft_with_the_targets_encoder_runs_none(
     workshop: Workshop, tmp_path: Path, encoded: list[int], backend: str
 ) -> None:
-    """What the target's has made is projected by the draft's own decoder."""
+    """The draft's decoder projects the states of the target's encoder."""
     target, other = workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1)
     draft = with_encoder_of(other, target, tmp_path / "draft")
     assert has_same_encoder(find(str(target)), find(str(draft)))
@@ -66,17 +66,17 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     facts = read_bundle(bundle).pair.draft
     assert facts and facts.encoder and facts.encoder.shared == 64
     engine, one = one_thread(bundle, 3), one_thread(bundle, 1)
-    said = [expected(target, source) for source in SOURCES]
-    assert texts(engine, [greedy(source, 4) for source in SOURCES]) == said
+    want_ids = [expected(target, source) for source in SOURCES]
+    assert texts(engine, [greedy(source, 4) for source in SOURCES]) == want_ids
     assert encoded == [len(source) for source in SOURCES]
-    assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [said[1]] * 2
-    assert encoded[4:] == [7], "kept for the draft, which asks for it later"
+    assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [want_ids[1]] * 2
+    assert encoded[4:] == [7], "kept for the draft, which needs it later"
     states = engine.decoder.target._states
     model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
-    slot = engine.decoder.target.cached_rows.slot_with(SOURCES[3])  # the last to come
+    slot = engine.decoder.target.cached_rows.slot_with(SOURCES[3])  # the last one encoded
     want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
     np.testing.assert_allclose(states[slot], want, atol=1e-5)
-    # In a beam search the draft has slots that the target has not.
+    # In a beam search, the draft uses slots that the target does not.
     asked = {"source": SOURCES[1], "beams": 1, "draft_beams": 3, "max_new_tokens": 8}
     plain, drafted = (
         beam_texts(one_thread(bundle, 3), None, gamma=gamma, **asked).texts[0] for gamma in (0, 3)
@@ -84,12 +84,12 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     assert drafted.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
+@pytest.mark.parametrize("checked", [True, False], ids=["as it is", "control"])
 def test_rows_of_another_source_are_not_used_again(
-    t5: tuple[Path, Path], looks: bool, monkeypatch: pytest.MonkeyPatch
+    t5: tuple[Path, Path], checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: rows that are taken for those of any source give another text."""
-    if not looks:
+    """Control: reusing rows regardless of their source gives another output."""
+    if not checked:
         real = CachedRows.common_prefix
 
         def common(self: CachedRows, slot: int, text: list[int], _: object) -> int:
@@ -103,19 +103,20 @@ def test_rows_of_another_source_are_not_used_again(
     engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
     for source in SOURCES[1:3]:
         result = engine.generate(prompt, greedy(source))
-    assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == looks
-    assert (result.stats.reused_tokens == 0) == looks
+    assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == checked
+    assert (result.stats.reused_tokens == 0) == checked
 
 
 def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours keep theirs while a longer one comes, and one slot gives its room back."""
+    """Other slots keep their sources when a longer one is added, and a single slot shrinks again
+    for a shorter source."""
     monkeypatch.setattr(host, "FIRST_ROWS", 16)
-    said = [expected(t5[0], source) for source in SOURCES]
+    want = [expected(t5[0], source) for source in SOURCES]
     three = one_thread(t5[1], 3)
-    assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
+    assert texts(three, [greedy(source, 4) for source in SOURCES]) == want
     assert three.decoder.target.source_row_count == MAX_LEN
     one, rows = one_thread(t5[1], 1), []
-    for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
+    for source, text in zip(reversed(SOURCES), reversed(want), strict=True):
         assert texts(one, [greedy(source, 4)]) == [text]
         rows.append(one.decoder.target.source_row_count)
     assert rows == [MAX_LEN, 64, 16, 16]

@@ -40,7 +40,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama 2's: U+2581 for spaces, a token for every byte, a leading space that is dropped."""
+    """As in Llama 2: U+2581 for spaces, a token for every byte, a leading space that is dropped."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=100, special_tokens=["<unk>", *SPECIAL])
@@ -92,7 +92,8 @@ def tokenizer(request: pytest.FixtureRequest, files: dict[str, Path]) -> Tokeniz
 
 
 def random_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Real text cut anywhere, noise over a padded vocabulary, or bytes that collide."""
+    """Real text cut anywhere, noise over a padded vocabulary, or a few tokens of split characters
+    in random order."""
     kind, size = rng.randrange(3), len(tokenizer.vocabulary())
     if kind == 0:
         ids = tokenizer.encode(rng.choice([*CORPUS, UNSEEN]) + UNSEEN)
@@ -113,7 +114,7 @@ def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
 def assert_streams(tokenizer: Tokenizer, ids: list[int]) -> None:
     pieces = stream(Detokenizer(tokenizer), ids)
     assert "".join(pieces) == tokenizer.decode(ids), ids
-    # Whatever has been shown is final, and no more is held back than one character may need.
+    # Text that has been shown is final, and no more is held back than one character may need.
     shown = ""
     for n, piece in enumerate(pieces[:-1], start=1):
         shown += piece
@@ -143,8 +144,9 @@ def test_the_prompt_decides_on_the_leading_space(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("name", "bad"), [("byte_level", "ÿ"), ("sentencepiece", "<0xFF>")])
 def test_invalid_bytes_are_released_at_once(files: dict[str, Path], name: str, bad: str) -> None:
-    """Where `tokenizers`' own DecodeStream waits for a valid character or raises. A newline before
-    is not taken back, as Transformers does: it would be half of a stop string by then."""
+    """The DecodeStream of `tokenizers` waits for a valid character or raises. A newline before the
+    invalid byte is not taken back, as Transformers does: by then it could be half of a stop
+    string."""
     tokenizer = Tokenizer(files[name])
     model = tokenizers.Tokenizer.from_file(str(files[name]))
     token = model.token_to_id(bad)
@@ -158,7 +160,7 @@ def test_invalid_bytes_are_released_at_once(files: dict[str, Path], name: str, b
 def test_a_token_is_decided_by_the_newest_ones(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding all ids at every token would make a long text quadratic."""
+    """Fault: decoding all ids at every token makes streaming quadratic in the length."""
     tokenizer, longest = Tokenizer(files["byte_level"]), 0
     real = Tokenizer.join
 
@@ -218,7 +220,7 @@ def test_what_the_tokenizer_refuses(files: dict[str, Path], tmp_path: Path) -> N
 
 
 def naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The first end of any stop string, longest first, by trying every end."""
+    """Find the first end of any stop string, longest first, by trying every position."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -310,7 +312,7 @@ REASONING = """{% for m in messages %}
 
 {% endfor %}"""
 
-# As models have it that see: plain text has no parts, and would vanish.
+# As in templates of vision models, which read only parts: plain text would vanish.
 PARTS = """{% for m in messages %}{{ m.role }}:
 {% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }};{% endfor %}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -350,21 +352,21 @@ def test_templates_equal_transformers(
     ours = Tokenizer(path, chat_template=template, special_tokens=SPECIAL_TEXTS)
     theirs.chat_template = template
     if messages is TOOLS and template in (CHATML, LLAMA):  # a list or None as the content
-        with pytest.raises(Exception):  # noqa: B017  (theirs may be any, ours is of one kind)
+        with pytest.raises(Exception):  # noqa: B017  (theirs may be of any type)
             theirs.apply_chat_template(messages, tokenize=False)
         with pytest.raises(OutriderError, match="the chat template refused the messages"):
             ours.render_chat(messages)
         return
-    said = messages
-    if messages is TOOLS and template is REASONING:  # it reads text alone, and is given text
-        said = [{**m, "content": "é"} if isinstance(m["content"], list) else m for m in messages]
-    expected = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    given = messages
+    if messages is TOOLS and template is REASONING:  # it reads only text, so we pass text
+        given = [{**m, "content": "é"} if isinstance(m["content"], list) else m for m in messages]
+    expected = theirs.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(messages) == expected
     assert messages[-1]["role"] in expected or len(expected) > 40  # it did render something
 
 
 @pytest.mark.parametrize("who", ["all", "user", "system first"])
-def test_text_is_a_part_where_a_template_reads_parts_alone(
+def test_text_is_passed_as_a_part_to_templates_that_read_only_parts(
     files: dict[str, Path], who: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -390,14 +392,15 @@ def test_text_is_a_part_where_a_template_reads_parts_alone(
         for talk in (whole, TALK)
     )
     assert ours.render_chat(TALK) == ours.render_chat(whole) == expected
-    assert "there" in expected and "there" not in lost  # the control: by itself it vanishes
+    assert "there" in expected and "there" not in lost  # the control: plain text vanishes
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, PARTS, BOTH])
-def test_parts_are_a_text_where_a_template_reads_text_alone(
+def test_parts_are_passed_as_text_to_templates_that_read_only_text(
     files: dict[str, Path], template: str
 ) -> None:
-    """Fault: a refusal, or in the prompt what Python writes for a list. The controls read parts."""
+    """Faults: a refusal, or the repr of a list in the prompt. Controls: templates that read
+    parts."""
     ours = Tokenizer(files["byte_level"], chat_template=template, special_tokens=SPECIAL_TEXTS)
     parts = [{"type": "text", "text": text} for text in ("a", "b")]
     talk = [*TALK[:3], {"role": "user", "content": parts}]
@@ -452,7 +455,7 @@ def test_templates_see_no_live_objects(files: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_a_user_cannot_end_his_turn(files: dict[str, Path], name: str) -> None:
-    """Fault: what a user writes is obeyed as if the template had written it."""
+    """Fault: a special token in a user's message acts as if the template had written it."""
     tokenizer = Tokenizer(files[name], chat_template=LLAMA, special_tokens=SPECIAL_TEXTS)
     end = tokenizer.special_id("</s>")
     bad = [{"role": "user", "content": "the</s>road"}]
@@ -467,7 +470,8 @@ def test_a_user_cannot_end_his_turn(files: dict[str, Path], name: str) -> None:
 
 
 def test_what_the_model_itself_knows_does_not_control() -> None:
-    """Fault: a special token is a piece like others, as T5's. One of a character stays a piece."""
+    """Fault: a special token that is also a piece of the model, as in T5, acts as a control token.
+    One of a single character remains a piece."""
     vocabulary = ["<unk>", "</s>", *"</s>", "</", "s>", "a", "!"]
     scored = [(piece, 0.0 if piece == "</s>" else -1.0) for piece in vocabulary]
     model = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
@@ -480,7 +484,7 @@ def test_what_the_model_itself_knows_does_not_control() -> None:
 
 
 def test_a_character_that_is_special_is_spelled(files: dict[str, Path]) -> None:
-    """Fault: as text it was left out, where nothing else spells it."""
+    """Fault: as text, the character was dropped if no other token spells it."""
     model = tokenizers.Tokenizer.from_file(str(files["byte_level"]))
     model.add_special_tokens(["!"])
     assert model.decode(LiteralTokenizer(model).encode("a! b"), False) == "a! b"
@@ -506,7 +510,7 @@ def test_other_texts_are_the_same(files: dict[str, Path], name: str) -> None:
     ],
 )
 def test_what_a_template_puts_together(files: dict[str, Path], template: str, content: Any) -> None:
-    """Fault: a special token in two parts, which are harmless each, controls."""
+    """Fault: two harmless parts that the template joins to a special token act as one."""
     tokenizer = Tokenizer(files["byte_level"], chat_template=template)
     end = tokenizer.special_id("</s>")
     talk = [{"role": "user", "content": content}]
@@ -516,7 +520,7 @@ def test_what_a_template_puts_together(files: dict[str, Path], template: str, co
 
 
 def test_a_special_token_of_one_character(files: dict[str, Path]) -> None:
-    """Fault: it cannot be broken, and trying never ends."""
+    """Fault: it cannot be split, and the attempt never ended."""
     model = tokenizers.Tokenizer.from_file(str(files["byte_level"]))
     model.add_special_tokens(["\N{BULLET}"])
     literal, bullet = LiteralTokenizer(model), model.token_to_id("\N{BULLET}")

@@ -1,7 +1,8 @@
-"""Models that transcribe: at temperature 0 the tokens of Transformers' `generate`, of one source.
+"""Speech models: the tokens of Transformers' `generate`, called per source, at temperature 0.
 
-Features are noise, each request's of its own. The random model's text repeats itself, so it has a
-repetition penalty, which is Transformers' own; the suppressed tokens are the checkpoint's.
+Features are noise, different for each request. Output of the random model repeats itself, so every
+request has a repetition penalty, defined as in Transformers; the checkpoint lists the suppressed
+tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ENGLISH = {"lang_to_id": None, "task_to_id": None, "is_multilingual": False}
 
 
 def expected(checkpoint: Path, source: np.ndarray, **options: Any) -> list[int]:
-    """Transformers' own tokens, those that it begins with among them."""
+    """The tokens that Transformers generates, including those that it starts with."""
     import torch
 
     found = original(checkpoint, WhisperForConditionalGeneration).generate(
@@ -58,7 +59,7 @@ def expected(checkpoint: Path, source: np.ndarray, **options: Any) -> list[int]:
 
 
 def distilled(target: Path, folder: Path) -> Path:
-    """A checkpoint with the first layer of its decoder alone, as Distil-Whisper drops most."""
+    """A copy with only the first decoder layer; Distil-Whisper also drops most layers."""
     model = WhisperForConditionalGeneration.from_pretrained(target)
     del model.model.decoder.layers[1:]
     model.config.decoder_layers = 1
@@ -69,7 +70,7 @@ def distilled(target: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint, and a draft that is right now and then."""
+    """A checkpoint, and a draft that is sometimes right."""
     target = workshop.checkpoint("whisper")
     return target, distilled(target, tmp_path_factory.mktemp("distilled") / "draft")
 
@@ -85,13 +86,13 @@ def whisper(
 @pytest.mark.parametrize("which", cases(["mixed"], [("mixed",), ("each",)]))
 def test_greedy_text_is_that_of_transformers(whisper: tuple[Path, Path], which: str) -> None:
     target, bundle = whisper
-    said = [expected(target, source) for source in SOURCES]
-    assert {text[1] for text in said} == set(LANGUAGES), "both are detected"
+    want = [expected(target, source) for source in SOURCES]
+    assert {text[1] for text in want} == set(LANGUAGES), "both languages are detected"
     for slots in (1, 3):
         engine = one_thread(bundle, slots)
         for gammas in [(0, 3, 8, 5)] if which == "mixed" else [(g,) * 4 for g in range(9)]:
             found = texts(engine, list(map(greedy, SOURCES, gammas)))
-            assert found == [text[3:] for text in said], (slots, gammas)
+            assert found == [text[3:] for text in want], (slots, gammas)
         stats = engine.stats()
         assert 0 < stats["accepted"] < stats["drafted"]
 
@@ -102,25 +103,26 @@ def test_what_a_text_begins_with(whisper: tuple[Path, Path]) -> None:
     for source in SOURCES[:2]:
         text = expected(target, source)
         assert text[0] == START and text[1] in LANGUAGES and text[2] == NO_TIMESTAMPS
-        # A beam of one is greedy; it is the first to read the source.
+        # A beam of one is greedy decoding; it is the first to encode the source.
         short = {"source": source, "max_new_tokens": 4, "ignore_eos": True}
         (beam,) = beam_texts(engine, None, beams=1, **short).texts
         assert beam.token_ids == engine.generate(None, **short).token_ids
         sequence = engine.decoder.admit(engine.request(None, greedy(source)))
         assert list(sequence.request.prompt) == text[:3]
         engine.decoder.release(sequence)
-        # An explicit prompt is taken as it is, and neither is the language looked for then.
+        # An explicit prompt is used unchanged, and no language is detected.
         asked = expected(target, source, language="de", task="translate")
         assert asked[:4] == [START, 242, 244, NO_TIMESTAMPS]
         result = engine.generate(asked[:4], greedy(source))
         assert result.token_ids == asked[4:]
-    # Of what stands behind the start nothing is a new token there, as it is of other models.
+    # The tokens after the start token count as prompt here; for other models, as new tokens.
     pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
     assert text_rules(Options(), pair, pair.start_ids, [])[0] == 9
 
 
 def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> None:
-    """Also one whose config forces what comes behind the start, as the first ones on the hub do."""
+    """Also a checkpoint whose config forces the tokens after the start token, as the first
+    Whisper checkpoints on the hub do."""
     english = workshop.checkpoint("whisper", generation={**ENGLISH, "forced_decoder_ids": None})
     assert start_of(english) == ([START, NO_TIMESTAMPS], False)
     forced = {"forced_decoder_ids": [[1, None], [2, 243]]}
@@ -152,19 +154,19 @@ def test_what_the_manifest_says(whisper: tuple[Path, Path]) -> None:
 
 
 def test_certificate(whisper: tuple[Path, Path]) -> None:
-    """With suppressed tokens (that a round without them fails: test_processors.py)."""
+    """With suppressed tokens (test_processors.py: a round that ignores them fails)."""
     certified(whisper[1], SOURCES[1])
 
 
 @pytest.mark.slow
 def test_certificate_in_bfloat16(workshop: Workshop, pair: tuple[Path, Path]) -> None:
-    """Whose encoder reads float32 still."""
+    """Its encoder still reads float32."""
     certified(workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16"), SOURCES[1])
 
 
 @pytest.mark.slow
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop) -> None:
-    """And held to, where it is promised."""
+    """And holds, where it is guaranteed."""
     target = workshop.checkpoint("whisper")
     bundle = workshop.bundle(target, workshop.checkpoint("whisper", blur=0.1), measure=True)
     assert read_bundle(bundle).invariance is not None
