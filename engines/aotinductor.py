@@ -127,9 +127,10 @@ def _check_gpu_tools() -> None:
     from torch.utils.cpp_extension import CUDA_HOME
 
     packages = f"pip install 'cuda-toolkit[crt,cccl]=={torch.version.cuda}.*'"
+    headers = f"Set CUDA_HOME to a toolkit, run {packages}"
     for what, found, remedy in (
         ("Triton", has_triton(), "Install it"),
-        ("the CUDA headers", cuda_toolkit(CUDA_HOME), f"Set CUDA_HOME, run {packages}"),
+        ("the CUDA headers", cuda_toolkit(CUDA_HOME), headers),
     ):
         if not found:
             raise OutriderError(
