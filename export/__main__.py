@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return value
 
 
