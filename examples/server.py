@@ -14,10 +14,13 @@ of the engine, such as "gamma": 8.
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
-import outrider
+GRACE = 5.0  # seconds that open responses have to end after Ctrl-C or SIGTERM
 
 
 def main() -> None:
@@ -27,16 +30,18 @@ def main() -> None:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--engines", type=Path, required=True, metavar="DIR", help="the bundle")
-    add("--slots", type=int, metavar="N", help="requests at a time (default: the bundle's)")
+    add("--engines", type=Path, required=True, metavar="DIR", help="bundle")
+    add("--slots", type=int, metavar="N", help="concurrent requests (default: the bundle's)")
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
-    add("--threads", type=int, default=0, metavar="N", help="of the engine (default: its choice)")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: 0, automatic)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="default: 8000")
-    add("--name", help="of the model, for clients (default: the bundle's folder)")
+    add("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    add("--name", help="name of the model for clients (default: that of the bundle's folder)")
     args = parser.parse_args()
-    name = args.name or args.engines.resolve().name
-    try:  # here, so that --help needs neither
+    if not 0 < args.port < 1 << 16:
+        parser.error("--port must be from 1 to 65535")
+    try:  # imported here, so that --help needs none of them
+        import outrider
         import uvicorn
 
         from .openai.api import api, from_engine
@@ -48,12 +53,21 @@ def main() -> None:
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *signal: Any) -> None:
+            super().handle_exit(*signal)
+            timer = Timer(GRACE, engine.close)  # ends open responses with an error
+            timer.daemon = True
+            timer.start()
+
+    name = args.name or args.engines.resolve().name
     with engine, ThreadPoolExecutor(len(engine.decoder.slots) + args.queue) as threads:
-        generate = partial(from_engine, engine, threads)
-        # On Ctrl-C, answers have a few seconds to end.
-        uvicorn.run(
-            api(name, generate), host=args.host, port=args.port, timeout_graceful_shutdown=5
-        )
+        app = api(name, partial(from_engine, engine, threads))
+        server = Server(uvicorn.Config(app, host=args.host, port=args.port))
+        with suppress(KeyboardInterrupt):  # which it raises again after a clean shutdown
+            server.run()
+    sys.exit(0 if server.started else 3)  # as uvicorn.run
 
 
 if __name__ == "__main__":

@@ -222,8 +222,8 @@ def _run(command: Callable[[], int]) -> int:
         )
     except ModuleNotFoundError as error:
         print_tracebacks(error)
-        remedy = "Activate the environment: source .venv/bin/activate (make demo creates it)."
-        failure = OutriderError("backend", f"{error.name} is not installed", remedy)
+        remedy = "Install it; in a checkout, source .venv/bin/activate, which make demo creates."
+        failure = OutriderError("backend", f"{error.name or error} is not installed", remedy)
     except OSError as error:
         if error.errno not in _DISK_REMEDIES:
             raise

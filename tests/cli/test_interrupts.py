@@ -270,7 +270,10 @@ def test_a_package_that_is_not_installed(capsys):
 
     with handlers_kept():
         assert run_command(work) == EXIT_STATUS["backend"]
-    assert "numpy is not installed. Activate the environment" in capsys.readouterr().err
+    assert (
+        "numpy is not installed. Install it; in a checkout, source .venv/bin/activate"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
