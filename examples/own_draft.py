@@ -24,14 +24,14 @@ PHRASES = [
 class Phrases(outrider.GuessedDraft):
     help = "the rest of a known phrase"
     known: Sequence[list[int]] = ()  # token ids
-    least = 2  # tokens that must match to recognise a phrase
+    min_match = 2  # tokens that must match to recognise a phrase
 
     def guess(self, sequence: Any, drafts: Sequence[int], count: int) -> list[int]:
         text = [*sequence.slot.tokens, *drafts]
         for phrase in self.known:
-            for said in range(len(phrase) - 1, self.least - 1, -1):
-                if text[-said:] == phrase[:said]:
-                    return phrase[said : said + count]
+            for matched in range(len(phrase) - 1, self.min_match - 1, -1):
+                if text[-matched:] == phrase[:matched]:
+                    return phrase[matched : matched + count]
         return []
 
 

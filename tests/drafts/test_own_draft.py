@@ -45,7 +45,7 @@ class Careless(Draft):
 def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phrases that begin with every token."""
     monkeypatch.setattr(Phrases, "known", [[i, 7 - i, 3] for i in range(8)])
-    monkeypatch.setattr(Phrases, "least", 1)
+    monkeypatch.setattr(Phrases, "min_match", 1)
     monkeypatch.setitem(registry.KINDS, "phrases", Phrases)
     monkeypatch.setitem(registry.KINDS, "liar", Liar)
 

@@ -49,7 +49,7 @@ class TritonPythonModel:
     def answer(self, request: Any, sender: Any) -> None:
         """Answer a request. The final flag is always sent, even after an error."""
         try:
-            self.say(request, sender)
+            self.respond(request, sender)
         except outrider.OutriderError as error:
             code = CODES.get(error.kind, pb_utils.TritonError.INTERNAL)
             self.fail(sender, pb_utils.TritonError(str(error), code))
@@ -58,7 +58,7 @@ class TritonPythonModel:
         finally:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def say(self, request: Any, sender: Any) -> None:
+    def respond(self, request: Any, sender: Any) -> None:
         streamed = _input(request, "stream", False)
         with self.stream(request) as events:
             for event in events:
@@ -68,10 +68,10 @@ class TritonPythonModel:
                         sender, pb_utils.TritonError("the client cancelled the request", cancelled)
                     )
                     return
-                said = event if streamed else event.result
-                if said is not None:
+                part = event if streamed else event.result
+                if part is not None:
                     finish = "" if event.result is None else event.result.finish_reason
-                    tensors = _text("text_output", said.text), _text("finish_reason", finish)
+                    tensors = _text("text_output", part.text), _text("finish_reason", finish)
                     sender.send(pb_utils.InferenceResponse(output_tensors=list(tensors)))
 
     def stream(self, request: Any) -> outrider.Stream:
