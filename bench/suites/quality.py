@@ -27,17 +27,23 @@ LENGTH = 128
 QuantisedModel = tuple[str, Any, int]  # name, model, size of its matrices in bytes
 
 
+def bits_per_weight(text: str) -> float:
+    if not 4.5 <= (bits := float(text)) <= 8.5:
+        raise argparse.ArgumentTypeError(f"{bits:g} is not from 4.5 to 8.5")
+    return bits
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(TARGET), metavar="DIR",
                         help="checkpoint that is not quantised; llama.cpp is measured for Llama "
                         "and Qwen only (default: the bundled target)")  # fmt: skip
     parser.add_argument(
         "--bits",
-        type=float,
+        type=bits_per_weight,
         nargs="+",
         default=[],
         metavar="B",
-        help="also measure int4 with these numbers of bits per weight",
+        help="also measure int4 with these numbers of bits per weight, from 4.5 to 8.5",
     )
 
 

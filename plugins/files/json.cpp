@@ -242,7 +242,7 @@ bool Json::boolean() const {
 
 int64_t Json::integer(int64_t min, int64_t max) const {
   if (kind_ != NUMBER || text_.size() > 20 || text_.find_first_of(".eE") != std::string::npos)
-    fail_kind("a whole number");
+    fail_kind("an integer");
   const int64_t value = strtoll(text_.c_str(), nullptr, 10);
   if (value < min || value > max)
     fail_field(text_ + " is not from " + std::to_string(min) + " to " + std::to_string(max));

@@ -218,7 +218,7 @@ def _check_options(width: int, draft_width: int, gamma: int, length_penalty: flo
         ("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
     ):
         if not is_whole(value) or not minimum <= value <= maximum:
-            raise out_of_range(name, value, f"a whole number from {minimum} to {maximum}")
+            raise out_of_range(name, value, f"an integer from {minimum} to {maximum}")
     # Bounded, so that length ** penalty is finite and not 0.
     is_number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
     if not (is_number and abs(length_penalty) <= 10):

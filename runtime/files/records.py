@@ -137,7 +137,7 @@ def build(annotation: Any, value: Any, where: str) -> Any:
 
 
 _TYPE_NAMES: dict[Any, str] = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "a string",
+    int: "an integer", float: "a number", bool: "true or false", str: "a string",
     list: "a list",
 }  # fmt: skip
 

@@ -17,5 +17,5 @@ def read_text(path: Path, named: str) -> str:
             raise OSError(f"{path} is a device")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # not UTF-8, or a zero byte in the name
-        cause = f"cannot read {named}: {first_line(error)}"
+        cause = f"cannot read {named}: {getattr(error, 'strerror', None) or first_line(error)}"
         raise OutriderError("option", cause, "Give a readable UTF-8 text file.") from None

@@ -118,7 +118,7 @@ def test_backends_that_run_no_encoder(
             "generation_config names token 257, but the model has 257",
         ),
         ({"lang_to_id": {"<|en|>": "x"}}, "generation_config.lang_to_id.<|en|> is 'x', not"),
-        ({"max_length": "x"}, "generation_config.max_length is 'x', not a whole number"),
+        ({"max_length": "x"}, "generation_config.max_length is 'x', not an integer"),
         ({"suppress_tokens": "ab"}, "generation_config.suppress_tokens is 'ab', not a list"),
         ({"forced_decoder_ids": [[1, -7]]}, "generation_config names token -7, but the model has"),
         (
