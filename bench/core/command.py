@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import CommandParser, OutriderError, refuse_first, run_command
+from runtime.files.texts import read_text
 
 from . import machine
 from .clock import Clock
@@ -86,7 +87,7 @@ class Suite:
         clock = Clock()
         if args.out is not None:
             check_writable(args.out)
-        document = None if args.update is None else args.update.read_text()
+        document = None if args.update is None else read_text(args.update, str(args.update))
         refuse_first(
             (
                 document is not None and f"<!-- {name}" not in document,

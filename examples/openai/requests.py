@@ -1,7 +1,7 @@
 """OpenAI's requests as options of the engine, and its errors as HTTP responses."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +22,8 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
     "response_format": [{"type": "text"}], "modalities": [["text"]],
     "service_tier": ["auto", "default"],
 }  # fmt: skip
+# Options by their own names; the two left out are set by OpenAI's fields.
+_ENGINE_OPTIONS = {field.name for field in fields(Options)} - {"max_new_tokens", "chat"}
 Requests = list[tuple[Any, Options]]
 
 
@@ -47,9 +49,10 @@ class Body(BaseModel, extra="allow"):
         if self.stream_options and not self.stream:
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
         extra = self.model_extra or {}
-        for name in extra.keys() & {"max_new_tokens", "chat"}:
-            raise OutriderError("option", f"{name} has another name here", "See OpenAI's reference")
-        for name in extra.keys() & _NO_EFFECT.keys():
+        for name in extra.keys() - _LABELS - _ENGINE_OPTIONS:
+            if name not in _NO_EFFECT:
+                remedy = f"Use a field of OpenAI's, or one of {', '.join(sorted(_ENGINE_OPTIONS))}"
+                raise OutriderError("option", f"unknown field {name!r}", remedy)
             if extra[name] not in _NO_EFFECT[name]:
                 raise OutriderError("option", f"{name} is not supported here", "Leave it out")
         given = {

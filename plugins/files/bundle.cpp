@@ -292,6 +292,13 @@ Bundle Bundle::read(const std::string& folder) {
   return bundle;
 }
 
+std::optional<std::pair<uint64_t, int64_t>> Bundle::identity(const std::string& folder) {
+  struct stat found;
+  if (stat((folder + "/manifest.json").c_str(), &found) != 0) return std::nullopt;
+  return std::pair(uint64_t{found.st_ino},
+                   int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec);
+}
+
 void Bundle::verify(bool weights) const {
   for (const auto& [name, file] : files) {
     const std::string last = name.substr(name.rfind('/') + 1);

@@ -73,6 +73,9 @@ struct Bundle {
   // and that every file exists with the right size. Throws Failure.
   static Bundle read(const std::string& folder);
 
+  // Identifies the build in a folder: another build writes another manifest. Empty if there is none.
+  static std::optional<std::pair<uint64_t, int64_t>> identity(const std::string& folder);
+
   // Verify the hashes of the weights, or of all other files. Throws Failure.
   void verify(bool weights) const;
 

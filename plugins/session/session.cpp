@@ -1,4 +1,5 @@
 // The C interface of outrider_session.h: exceptions become a status with a cause and a remedy.
+#include <memory>
 #include <string>
 
 #include "decoder.h"
@@ -28,6 +29,26 @@ void require_pointer(bool valid, const char* name) {
     outrider::fail(OUTRIDER_FAILED_OPTION, std::string(name) + " is NULL", "Pass a valid pointer");
 }
 
+// Refuses a bundle that another process rebuilds meanwhile: the files that were read may then belong
+// to two builds.
+std::unique_ptr<outrider_session> open_session(const outrider_config& config) {
+  const std::string folder = config.folder == nullptr ? "" : config.folder;
+  const auto before = outrider::Bundle::identity(folder);
+  const auto refuse_replaced = [&] {
+    if (outrider::Bundle::identity(folder) != before)
+      outrider::fail(OUTRIDER_FAILED_BUNDLE, folder + " was replaced while it was being opened",
+                     "Open it again");
+  };
+  try {
+    auto session = std::make_unique<outrider_session>(config);
+    refuse_replaced();
+    return session;
+  } catch (const Failure&) {
+    refuse_replaced();
+    throw;
+  }
+}
+
 } // namespace
 
 extern "C" {
@@ -37,7 +58,7 @@ int32_t outrider_open(const outrider_config* config, outrider_session** session,
   return run_guarded(failure, [&] {
     require_pointer(config != nullptr, "config"), require_pointer(session != nullptr, "session");
     *session = nullptr;
-    *session = new outrider_session(*config);
+    *session = open_session(*config).release();
   });
 }
 

@@ -227,6 +227,48 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     NativeSession(bundle).close()
 
 
+REPLACING_LIBRARY = """
+#include <dlfcn.h>
+#include <stdio.h>
+__attribute__((constructor)) static void replace() { rename(NEW, MANIFEST); }
+#ifdef REAL
+extern "C" const void* OrtGetApiBase() {
+  return ((const void* (*)())dlsym(dlopen(REAL, RTLD_NOW), "OrtGetApiBase"))();
+}
+#endif
+"""
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_bundle_that_is_replaced_while_it_is_opened(
+    llama_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: bool,
+    opened: bool,
+) -> None:
+    """The library that a session loads replaces the manifest, as another process's build does."""
+    bundle = copied(llama_bundle, tmp_path / "bundle")
+    manifest, new = bundle / "manifest.json", tmp_path / "new.json"
+    if replaced:
+        shutil.copyfile(manifest, new)
+    paths = {"NEW": new, "MANIFEST": manifest} | ({"REAL": onnxruntime()} if opened else {})
+    source, replacing = tmp_path / "replacing.c", tmp_path / "replacing.so"
+    source.write_text(REPLACING_LIBRARY)
+    defined = [f'-D{name}="{path}"' for name, path in paths.items()]
+    compiler = [*find_compiler(), "-x", "c++", "-shared", "-fPIC"]
+    subprocess.run([*compiler, *defined, source, "-o", replacing, "-ldl"], check=True)
+    monkeypatch.setattr("native_session.onnxruntime", lambda: replacing)
+    if opened and not replaced:
+        NativeSession(bundle).close()
+        return
+    with pytest.raises(OutriderError) as caught:
+        NativeSession(bundle)
+    words = "was replaced while it was being opened" if replaced else "is not ONNX Runtime"
+    assert words in str(caught.value) and caught.value.kind == ("bundle" if replaced else "backend")
+
+
 def test_an_empty_path_is_none(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(llama_bundle).encode()
     config, session = Config(abi_version=ABI_VERSION, folder=folder, onnxruntime=b""), P()
