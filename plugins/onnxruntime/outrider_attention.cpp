@@ -229,15 +229,9 @@ void rotate(float* y, const float* x, const Call& c, int64_t row) {
 #if defined(OUTRIDER_INT8)
 using Element = int8_t; // a row is its levels, followed by their scale, a float
 inline int64_t row_size(int64_t width) { return width + OUTRIDER_ATTENTION_SCALE; }
-
 // `dequantise` reads a block's keys, then its values, each in a run too short for the processor to
 // predict.
-inline Prefetch prefetch_values(const int8_t* cache, int64_t width, int64_t first) {
-  return {reinterpret_cast<const char*>(cache + first * row_size(width)), row_size(width)};
-}
-inline Prefetch prefetch_keys(const int8_t* cache, int64_t width, int64_t first) {
-  return prefetch_values(cache, width, first);
-}
+constexpr bool SHORT_RUNS = true;
 
 // Quantises a row: each element gets the nearest level, the one with the largest magnitude 127 or
 // -127. A row with NaN or infinity is all NaN when it is read.
@@ -289,13 +283,7 @@ const float* rows_of(const int8_t* cache, int64_t rows, int64_t row_width, int64
 #else
 using Element = float;
 inline int64_t row_size(int64_t width) { return width; }
-
-// `mix_range` reads a block's values by columns, unless one pass takes all columns.
-inline Prefetch prefetch_values(const float* cache, int64_t width, int64_t first) {
-  if (width == COLUMN_VECTORS * LANES) return {};
-  return {reinterpret_cast<const char*>(cache + first * width), width * 4};
-}
-inline Prefetch prefetch_keys(const float*, int64_t, int64_t) { return {}; }
+constexpr bool SHORT_RUNS = false;
 
 inline void store_row(float* row, const float* x, int64_t width) {
   __builtin_memcpy(row, x, static_cast<unsigned long>(width) * sizeof(float));
@@ -318,6 +306,11 @@ const float* rows_of(const float* cache, int64_t rows, int64_t row_width, int64_
   return copy;
 }
 #endif
+
+inline Prefetch prefetch_rows(const Element* cache, int64_t width, int64_t first) {
+  const Element* rows = cache + first * row_size(width);
+  return {reinterpret_cast<const char*>(rows), row_size(width) * int64_t{sizeof(Element)}};
+}
 
 void write(const Call* call, int64_t slot, int64_t key_head) {
   const Call& c = *call;
@@ -389,10 +382,17 @@ template <int WIDTH> void sum_part(Queries* queries, int64_t part, float* mixed)
     while (rows[row_begin].end <= block) ++row_begin;
     while (row_end < count && rows[row_end].from < block + KEYS) ++row_end;
     const float* keys = rows_of(all_keys, c.rows, c.width, block, width, copy);
-    const Prefetch all[2] = {prefetch_values(all_values, c.value_width, block),
-                             prefetch_keys(all_keys, c.width, block + KEYS)};
-    const Prefetch* prefetch = all;
-    for (int r = row_begin; r < row_end; r += ROW_GROUP, prefetch = NO_PREFETCH) {
+    // The first group of rows waits for memory. If there are more, the second one computes from
+    // the processor's caches, and the next rows can be fetched meanwhile. If not, fetching ahead
+    // helps only where `mix_range` takes the values' columns in several passes, or runs are short.
+    const bool several = row_end - row_begin > ROW_GROUP;
+    const bool passes = mixed_width != COLUMN_VECTORS * LANES;
+    Prefetch all[2]{};
+    if (several || passes || SHORT_RUNS) all[0] = prefetch_rows(all_values, c.value_width, block);
+    if (several || SHORT_RUNS) all[1] = prefetch_rows(all_keys, c.width, block + KEYS);
+    const int fetching = row_begin + (several ? ROW_GROUP : 0);
+    for (int r = row_begin; r < row_end; r += ROW_GROUP) {
+      const Prefetch* prefetch = r == fetching ? all : NO_PREFETCH;
       float *q = queries->q + r * width, *own = mixed + r * mixed_width, *w = weights + r * KEYS;
       switch (row_end - r) {
       case 1:
