@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from ..audio.recording import Audio
 from ..backends.bits import Bits
@@ -30,7 +32,8 @@ from .tokenizer import Tokenizer
 
 class TextEngine:
     """Target, draft, their slots and the tokenizer. Create one with `load`, and `close` it or use
-    it in a `with` block; its memory is also freed when nothing refers to it any more.
+    it in a `with` block; its memory is also freed when nothing refers to it any more. It is closed
+    at the latest when the interpreter exits.
 
     Thread-safe: requests of several threads share rounds. If all slots are taken, a call waits in
     a queue.
@@ -60,6 +63,7 @@ class TextEngine:
         self._round_sharer = RoundSharer()
         self.dropped: deque[ActiveSequence] = deque()
         self._total = Stats(requests=0)
+        _open_engines.add(self)
 
     @property
     def decoder(self) -> Decoder:
@@ -71,6 +75,7 @@ class TextEngine:
     def close(self) -> None:
         """Free the memory, after the round that may be running. Open streams and calls that wait
         for a slot raise OutriderError "bundle"."""
+        _open_engines.discard(self)
         self.slot_queue.close()
         with self._decoder_lock:
             self._decoder = None
@@ -262,3 +267,14 @@ def _merge_options(options: Options | None, more: Mapping[str, Any]) -> Options:
     if not isinstance(options, Options | None):
         raise TypeError(f"options must be an Options, not {type(options).__name__}")
     return Options(**more) if options is None else replace(options, **more)
+
+
+# The interpreter's exit ends a daemon thread in the middle of a round by unwinding its stack, which
+# ONNX Runtime's C++ answers with abort().
+_open_engines: WeakSet[TextEngine] = WeakSet()
+
+
+@atexit.register
+def _close_open_engines() -> None:
+    for engine in list(_open_engines):
+        engine.close()

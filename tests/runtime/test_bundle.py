@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import error_line, leftovers, run
+from commands import CHECKOUT, error_line, leftovers, run
 from fakes import edited
 from workshop import MAX_LEN, Workshop, traced_once
 
@@ -200,6 +202,26 @@ def test_what_happens_to_a_folder_is_the_cause_of_what_it_breaks(
     with pytest.raises(OutriderError, match=cause) as caught:
         load(bundle)
     assert caught.value.kind == ("backend" if event == "none" else "bundle")
+
+
+GENERATE_AT_EXIT = """
+import sys, threading, runtime
+engine, begun = runtime.load(sys.argv[1], verify=False), threading.Event()
+def generate():
+    while True:
+        for _ in engine.stream([5, 6, 7], max_new_tokens=100, ignore_eos=True):
+            begun.set()
+threading.Thread(target=generate, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_daemon_thread_in_a_round_at_exit(llama_bundle: Path) -> None:
+    """Fault: the process aborted, in most runs."""
+    command = [sys.executable, "-c", GENERATE_AT_EXIT, str(llama_bundle)]
+    for _ in range(3):
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
