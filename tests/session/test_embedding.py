@@ -254,10 +254,10 @@ def test_a_bundle_that_is_replaced_while_it_is_opened(
     if replaced:
         shutil.copyfile(manifest, new)
     paths = {"NEW": new, "MANIFEST": manifest} | ({"REAL": onnxruntime()} if opened else {})
-    source, replacing = tmp_path / "replacing.c", tmp_path / "replacing.so"
+    source, replacing = tmp_path / "replacing.cpp", tmp_path / "replacing.so"
     source.write_text(REPLACING_LIBRARY)
     defined = [f'-D{name}="{path}"' for name, path in paths.items()]
-    compiler = [*find_compiler(), "-x", "c++", "-shared", "-fPIC"]
+    compiler = [*find_compiler(), "-shared", "-fPIC"]
     subprocess.run([*compiler, *defined, source, "-o", replacing, "-ldl"], check=True)
     monkeypatch.setattr("native_session.onnxruntime", lambda: replacing)
     if opened and not replaced:
