@@ -88,6 +88,10 @@ class Suite:
         if args.out is not None:
             check_writable(args.out)
         document = None if args.update is None else read_text(args.update, str(args.update))
+        max_threads = 4 * (os.cpu_count() or 1)  # of an engine
+        if args.threads > max_threads:
+            remedy = f"Use 1 to {max_threads}."
+            raise OutriderError("option", f"--threads={args.threads} is out of range", remedy)
         refuse_first(
             (
                 document is not None and f"<!-- {name}" not in document,

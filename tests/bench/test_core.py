@@ -358,9 +358,14 @@ def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert options[0] in error_line(capsys.readouterr().err, "option")
 
 
-def test_no_threads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert SUITE.main(["--threads", "0"]) == EXIT_STATUS["option"]
-    assert "0 is less than 1" in error_line(capsys.readouterr().err, "option")
+@pytest.mark.parametrize(
+    ("threads", "words"), [("0", "0 is less than 1"), ("1000000", "--threads=1000000 is out of")]
+)
+def test_threads_that_cannot_be(
+    threads: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SUITE.main(["--threads", threads]) == EXIT_STATUS["option"]
+    assert words in error_line(capsys.readouterr().err, "option")
 
 
 def test_a_program_that_cannot_be_or_fails(
