@@ -27,9 +27,9 @@ Results = Mapping[str, Any]
 
 def positive_int(text: str) -> int:
     """Parse an option's value, an integer above 0."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
 
 
 def check_writable(folder: Path) -> None:

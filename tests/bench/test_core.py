@@ -359,7 +359,8 @@ def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("threads", "words"), [("0", "0 is less than 1"), ("1000000", "--threads=1000000 is out of")]
+    ("threads", "words"),
+    [("0", "'0' is not an integer"), ("1000000", "--threads=1000000 is out of")],
 )
 def test_threads_that_cannot_be(
     threads: str, words: str, capsys: pytest.CaptureFixture[str]

@@ -40,6 +40,7 @@ from runtime.files.errors import CommandParser, first_line, run_command
 from runtime.files.folders import replacing
 
 from ...core import machine
+from ...core.command import positive_int
 from ...core.machine import CHECKOUT
 from .constructed import DTYPE
 
@@ -329,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = CHECKOUT / "build" / "gpu-check"
     add("--out", type=Path, default=place, metavar="DIR",
         help="output folder (default: build/gpu-check)")  # fmt: skip
-    add("--seconds", type=float, default=540,
+    add("--seconds", type=positive_int, default=540,
         help="time limit for all parts together (default: 540)")  # fmt: skip
     add("--call", type=int, choices=(1, 2, 3), help="run only the parts of this call")
     add("--dry", action="store_true", help="print what each call would do, and exit")
