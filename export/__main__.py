@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runtime.files.errors import CommandParser, defer_interrupts, run_command
+from runtime.files.errors import CommandParser, defer_interrupts, positive_int, run_command
 from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 
 DESCRIPTION = """\
@@ -98,13 +98,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--max-len",
-        type=_positive,
+        type=positive_int,
         help="maximum length of prompt plus output, in tokens (default: 2048, or the target's "
         "context if shorter)",
     )
     add(
         "--max-gamma",
-        type=_positive,
+        type=positive_int,
         default=8,
         help="maximum number of draft tokens per round, up to 64 (default: 8)",
     )
@@ -124,13 +124,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--force", action="store_true", help="export again even if the model is in the cache")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return value
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -217,12 +217,17 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
         host_engine(manifest.backend).check(manifest, folder)
 
 
+def max_threads() -> int:
+    """The maximum number of threads of an engine on the CPU."""
+    return 4 * (os.cpu_count() or 1)
+
+
 def check_options(
     *, gpu: bool, graphs: bool, loop: bool, files: object, threads: int, plain_width: int | None
 ) -> None:
     """Refuse options that the device does not support. files: the table or corpus, if one is given.
     Raises OutriderError "option"."""
-    max_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
+    most_threads = 0 if gpu else max_threads()
     refuse_first([
         (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
          "Leave it out, or use a bundle for a GPU with graphs enabled."),
@@ -230,10 +235,10 @@ def check_options(
          "Leave the option out."),
         (gpu and files, "table and corpus are supported only on the CPU in this version",
          "Leave them out, or use a bundle that runs on the CPU."),
-        (not (is_whole(threads) and 0 <= threads <= max_threads),
+        (not (is_whole(threads) and 0 <= threads <= most_threads),
          f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
          "Leave it out: it applies to engines on the CPU." if gpu else
-         f"Use 0 (automatic) to {max_threads}."),
+         f"Use 0 (automatic) to {most_threads}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
         (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, OutriderError, refuse_first, run_command
+from runtime.bundle import max_threads
+from runtime.files.errors import (
+    CommandParser,
+    OutriderError,
+    positive_int,
+    refuse_first,
+    run_command,
+)
 from runtime.files.texts import read_text
 
 from . import machine
@@ -23,13 +30,6 @@ from .clock import Clock
 from .table import PAGE_WIDTH, Table, insert_tables
 
 Results = Mapping[str, Any]
-
-
-def positive_int(text: str) -> int:
-    """Parse an option's value, an integer above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
 
 
 def check_writable(folder: Path) -> None:
@@ -88,9 +88,8 @@ class Suite:
         if args.out is not None:
             check_writable(args.out)
         document = None if args.update is None else read_text(args.update, str(args.update))
-        max_threads = 4 * (os.cpu_count() or 1)  # of an engine
-        if args.threads > max_threads:
-            remedy = f"Use 1 to {max_threads}."
+        if args.threads > max_threads():
+            remedy = f"Use 1 to {max_threads()}."
             raise OutriderError("option", f"--threads={args.threads} is out of range", remedy)
         refuse_first(
             (

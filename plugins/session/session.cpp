@@ -39,14 +39,15 @@ std::unique_ptr<outrider_session> open_session(const outrider_config& config) {
       outrider::fail(OUTRIDER_FAILED_BUNDLE, folder + " was replaced while it was being opened",
                      "Open it again");
   };
+  std::unique_ptr<outrider_session> session;
   try {
-    auto session = std::make_unique<outrider_session>(config);
-    refuse_replaced();
-    return session;
+    session = std::make_unique<outrider_session>(config);
   } catch (const Failure&) {
     refuse_replaced();
     throw;
   }
+  refuse_replaced();
+  return session;
 }
 
 } // namespace

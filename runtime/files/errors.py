@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import threading
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Integral
@@ -77,6 +77,14 @@ def is_whole(value: object) -> bool:
 
 # The name under which this package is imported: outrider if installed, runtime in a checkout.
 PACKAGE = __name__.partition(".")[0]
+
+
+def positive_int(text: str) -> int:
+    """Parse an option's value, an integer above 0."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return value
 
 
 class CommandParser(ArgumentParser):

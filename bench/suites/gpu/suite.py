@@ -36,11 +36,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from runtime.files.errors import CommandParser, first_line, run_command
+from runtime.files.errors import CommandParser, first_line, positive_int, run_command
 from runtime.files.folders import replacing
 
 from ...core import machine
-from ...core.command import positive_int
 from ...core.machine import CHECKOUT
 from .constructed import DTYPE
 
