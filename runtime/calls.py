@@ -16,7 +16,7 @@ from .sequence import ActiveSequence, Request
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
     """Compute rows start.. of `tokens` in chunks; returns the logits [V] after the last token."""
     for begin in range(start, len(tokens), engine.chunk):
-        ids = replace_unknown_ids(engine, tokens[begin : begin + engine.chunk])[None]
+        ids = np.array([replace_unknown_ids(engine, tokens[begin : begin + engine.chunk])])
         last = np.array([ids.shape[1] - 1])
         logits = engine.forward(
             pad_to_narrowest(engine, ids), np.array([begin]), last, first_slot=slot
@@ -44,15 +44,14 @@ def pad_to_narrowest(engine: Engine, ids: Ids) -> Ids:
     return np.pad(ids, ((0, 0), (0, padding))) if padding > 0 else ids
 
 
-def replace_unknown_ids(engine: Engine, tokens: Sequence[int]) -> Ids:
+def replace_unknown_ids(engine: Engine, tokens: Sequence[int]) -> list[int]:
     """Ids that the engine can look up: a draft with a smaller vocabulary reads the target's extra
     tokens as 0.
 
     That costs acceptance, never exactness: q is what the draft computed, whatever it read.
     """
-    ids = np.array(tokens, np.int64)
-    ids[ids >= engine.vocab_size] = 0
-    return ids
+    vocab_size = engine.vocab_size
+    return [token if token < vocab_size else 0 for token in tokens]
 
 
 def slot_range(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
@@ -61,18 +60,18 @@ def slot_range(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
     return min(indices), max(indices) + 1
 
 
-def idle_positions(engine: Engine, lengths: Sequence[int], width: int) -> Ids:
+def idle_positions(engine: Engine, lengths: Sequence[int], width: int) -> list[int]:
     """Where a call of `width` tokens may write in slots that sit it out: beyond their valid rows,
     whose number is `lengths`."""
     # The rows of a finished text may reach past the last position where a call may start.
-    return np.minimum(np.array(lengths, np.int64), engine.capacity - width)
+    return [min(length, engine.capacity - width) for length in lengths]
 
 
 def forward_slots(
     engine: Engine,
     lengths: Sequence[int],
     bounds: tuple[int, int],
-    inputs: Mapping[ActiveSequence, tuple[int, Sequence[int] | Ids]],
+    inputs: Mapping[ActiveSequence, tuple[int, Sequence[int]]],
     logits_from: int = 0,
     buffer: int = 0,
 ) -> Logits:
@@ -84,14 +83,15 @@ def forward_slots(
     `Engine.min_width`.
     """
     (first, last), most = bounds, max(len(tokens) for _, tokens in inputs.values())
-    ids = pad_to_narrowest(engine, np.zeros((last - first, most), np.int64))
-    position = idle_positions(engine, lengths[first:last], ids.shape[1])
+    width = max(most, engine.min_width)
+    # Lists at first: between two engine calls, each NumPy call takes microseconds.
+    ids = [[0] * width for _ in range(first, last)]
+    position = idle_positions(engine, lengths[first:last], width)
     for sequence, (start, tokens) in inputs.items():
         row = sequence.slot.index - first
-        ids[row, : len(tokens)], position[row] = tokens, start
-    return engine.forward(
-        ids, position, np.arange(logits_from, most), first_slot=first, buffer=buffer
-    )
+        ids[row][: len(tokens)], position[row] = tokens, start
+    index = np.arange(logits_from, most)
+    return engine.forward(np.array(ids), np.array(position), index, first, buffer)
 
 
 def min_new_tokens_left(sequence: ActiveSequence) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -150,7 +149,8 @@ class HostEngine(ABC, Generic[Call]):
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or first_slot + batch > self.slots:
             raise ValueError(f"call of {batch} slots x {width} tokens at slot {first_slot}")
-        self._reserve(position, width)
+        starts = position.tolist()
+        self._reserve(starts, width)
         self._input_ids[: batch * width] = input_ids.reshape(-1)
         self._position[:batch] = position
         self._index[:outputs] = logits_index
@@ -165,24 +165,22 @@ class HostEngine(ABC, Generic[Call]):
                     self._prepared.clear()
                 self._prepared[shape] = prepared
         call, logits = prepared
-        for slot, start in enumerate(position.tolist(), first_slot):
+        for slot, start in enumerate(starts, first_slot):
             self.cached_rows.begin_call(slot, start, width)
-        with self._translate_errors(f"{batch} slots x {width} tokens"):
+        try:
             self._run(call)
+        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
+            raise self._translated(error, f"{batch} slots x {width} tokens") from None
         self.cached_rows.end_call(first_slot, input_ids, position)
         return logits
 
-    @contextmanager
-    def _translate_errors(self, what: str) -> Iterator[None]:
-        """Run the library within. Raises OutriderError "memory" or "backend" if it fails."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
-            raise OutriderError(
-                "memory" if is_out_of_memory(error) else "backend",
-                f"{self._library} failed on {what}: {first_line(error)}",
-                "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
-            ) from None
+    def _translated(self, error: Exception, what: str) -> OutriderError:
+        """The OutriderError, "memory" or "backend", for an error that the library raised."""
+        return OutriderError(
+            "memory" if is_out_of_memory(error) else "backend",
+            f"{self._library} failed on {what}: {first_line(error)}",
+            "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
+        )
 
     def encode(self, slot: int, source: Source) -> None:
         if self.cached_rows.has_source(slot, source):
@@ -211,8 +209,10 @@ class HostEngine(ABC, Generic[Call]):
             self._states_engine.encode(slot, source)
             inputs = self._states_engine._states[slot]
         names = [*self._source_shapes, *([STATES_OUTPUT] if self._keeps_states else [])]
-        with self._translate_errors(f"a source of {what}"):
+        try:
             outputs = self._encode(inputs, names)
+        except Exception as error:  # noqa: BLE001 - as in `forward`
+            raise self._translated(error, f"a source of {what}") from None
         length = self._fixed_rows or inputs.shape[1]
         self.cached_rows.set_source(slot, ())  # an interrupt then leaves the slot without a source
         self._reserve_source(length)
@@ -243,15 +243,15 @@ class HostEngine(ABC, Generic[Call]):
             cache[slot] = 0
         self._source_length[slot] = 1
 
-    def _reserve(self, position: Ids, width: int) -> None:
+    def _reserve(self, starts: Sequence[int], width: int) -> None:
         """Make enough rows for this call, but not many more: attention reads all S, valid or not.
 
         With one slot, S shrinks again when another text starts.
         """
-        need = int(position.max()) + width
+        need = max(starts) + width
         if need > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
-        start = int(position[0])
+        start = starts[0]
         # No round goes back this far, so this is another text, whose first rows may be held.
         new_text = self.slots == 1 and (
             start == 0 or self.cached_rows.length(0) - start > 2 * GAMMA_LIMIT

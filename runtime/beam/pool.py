@@ -179,4 +179,4 @@ class Pool:
         return rows
 
     def _with_prompt(self, sequence: Tokens) -> Ids:
-        return replace_unknown_ids(self.engine, (*self.prompt, *sequence))
+        return np.array(replace_unknown_ids(self.engine, (*self.prompt, *sequence)))

@@ -75,7 +75,7 @@ class TeacherForced:
             block = list(text[begin : begin + width])
             # Pad a short block, so that all calls have the same shape; its last rows are not used.
             padded = block + [0] * (width - len(block))
-            ids = replace_unknown_ids(self._engine, padded)[None]
+            ids = np.array([replace_unknown_ids(self._engine, padded)])
             ids = pad_to_narrowest(self._engine, ids)  # as in a round
             position = np.array([self._prompt_length + begin])
             (logits,) = self._engine.forward(ids, position, np.arange(width), first_slot=self._slot)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..backends.engine import Ids, Logits
+from ..backends.engine import Logits
 from ..calls import forward_slots, replace_unknown_ids, slot_range, slot_sampling
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
@@ -69,7 +69,7 @@ class ChainDraft(Draft):
         assert engine is not None and inner is not None
         bounds = first, last = slot_range(active)
         # A sequence with enough drafts sits out this call, behind the rows that its drafts wrote.
-        inputs: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+        inputs: dict[ActiveSequence, tuple[int, Sequence[int]]] = {
             x: (len(x.slot.tokens) - 1 + len(drafts), [])
             for x, drafts in tokens.items()
             if first <= x.slot.index < last

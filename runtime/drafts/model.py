@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..backends.engine import Ids, Logits
+from ..backends.engine import Logits
 from ..calls import forward_slots, replace_unknown_ids
 from ..sequence import ActiveSequence
 from .draft import Draft
@@ -33,7 +33,7 @@ class ModelDraft(Draft):
         """
         engine, lengths = self.sources.engine, self.sources.slots.draft_lengths
         assert engine is not None
-        inputs: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+        inputs: dict[ActiveSequence, tuple[int, Sequence[int]]] = {
             sequence: (len(sequence.slot.tokens) - 1 + count, [])
             for sequence, count in ahead.items()
         }

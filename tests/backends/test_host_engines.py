@@ -72,9 +72,9 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(growing, "_reserve", lambda *a: (real(*a), rows.append(growing.row_count)))
     reserve = forgetful._reserve
 
-    def forget(position: np.ndarray, width: int) -> None:
+    def forget(starts: list[int], width: int) -> None:
         before = forgetful.row_count
-        reserve(position, width)
+        reserve(starts, width)
         if 0 < before < forgetful.row_count:
             for array in forgetful._cache.values():
                 array[:] = 0
@@ -82,7 +82,7 @@ def test_growing_changes_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(forgetful, "_reserve", forget)
     whole = [open_target(bundle, slots) for _ in range(2)]
     for engine in whole:
-        engine._reserve(np.array([engine.capacity - 1] * slots), 1)
+        engine._reserve([engine.capacity - 1] * slots, 1)
         monkeypatch.setattr(engine, "_reserve", lambda *_: None)
     assert same(growing, whole[0])
     assert list(dict.fromkeys(rows)) == [16, 32, 64, 128, 144]

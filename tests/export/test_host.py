@@ -130,7 +130,7 @@ def logits_in_calls(
     the other slots have other lengths. rows: minimum number of rows the slots start with."""
     rng = np.random.default_rng(0)
     text, others = rng.integers(0, engine.vocab_size, 48), rng.integers(0, 99, (neighbours, 48))
-    engine._reserve(np.array([rows]), 0)
+    engine._reserve([rows], 0)
     found = []
     for start in range(0, len(text), width):
         ids = np.concatenate([others, text[None]])[:, start : start + width]

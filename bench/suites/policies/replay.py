@@ -67,7 +67,7 @@ def _distributions(
     tokens = engine.decoder.vocab_size
     found = []
     for begin in range(0, len(ids), width):
-        part = replace_unknown_ids(model, ids[begin : begin + width])[None]
+        part = np.array([replace_unknown_ids(model, ids[begin : begin + width])])
         (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
         found += [warp(row[:tokens], params) for row in rows]
     return found
