@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -278,3 +280,14 @@ _open_engines: WeakSet[TextEngine] = WeakSet()
 def _close_open_engines() -> None:
     for engine in list(_open_engines):
         engine.close()
+
+
+def _keep_inherited_engines() -> None:
+    """In a forked process, never free its parent's engines: the libraries would wait for threads
+    that exist only in the parent."""
+    for engine in _open_engines:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine._decoder))
+    _open_engines.clear()
+
+
+os.register_at_fork(after_in_child=_keep_inherited_engines)

@@ -224,6 +224,23 @@ def test_a_daemon_thread_in_a_round_at_exit(llama_bundle: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+FORK = """
+import os, runtime, signal, sys
+engine = runtime.load(sys.argv[1], verify=False)
+engine.generate([5, 6, 7], max_new_tokens=4)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that hangs
+else:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_process_ends(llama_bundle: Path) -> None:
+    """Fault: it waited for ONNX Runtime's threads, which only its parent has."""
+    subprocess.run([sys.executable, "-c", FORK, str(llama_bundle)], cwd=CHECKOUT, check=True)
+
+
 CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
 
 
