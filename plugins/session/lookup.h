@@ -1,5 +1,6 @@
 // Drafts without a model: the tokens that followed the last occurrence of the sequence's last
-// n-gram (prompt lookup, Saxena 2023; runtime/drafts/lookup.py in C++).
+// n-gram (prompt lookup, Saxena 2023), no more than match before it: runtime/drafts/lookup.py in
+// C++.
 #ifndef OUTRIDER_SESSION_LOOKUP_H
 #define OUTRIDER_SESSION_LOOKUP_H
 
@@ -40,6 +41,16 @@ inline Ngram last_ngram(const Tokens& tokens, size_t n) {
   return found;
 }
 
+// How many of the last tokens of `ending` stand in `text` before `position`; the last n do.
+inline int64_t match_length(const Tokens& text, int64_t position, const Tokens& ending, size_t n) {
+  auto length = static_cast<int64_t>(n);
+  const int64_t limit = std::min(position, static_cast<int64_t>(ending.size()));
+  while (length < limit && text[static_cast<size_t>(position - 1 - length)] ==
+                               ending[ending.size() - 1 - static_cast<size_t>(length)])
+    ++length;
+  return length;
+}
+
 // The n-grams of a fixed text, for n = 1 .. 4, with the position after the last occurrence of each.
 // 12 bytes per n-gram, found by binary search.
 class Corpus {
@@ -63,17 +74,19 @@ public:
     }
   }
 
-  // At most `count` tokens after the last occurrence of the last n of these tokens; none if they do
-  // not occur.
+  // At most `count` tokens after the last occurrence of the last n of these tokens, no more than
+  // match before it; none if they do not occur.
   Tokens continuation(const Tokens& end, size_t n, int64_t count) const {
     const Ngrams& ngrams = ngrams_[n - 1];
     uint64_t key = 0;
     for (size_t i = end.size() - n; i < end.size(); ++i) key = extend_key(key, end[i]);
     const auto found = std::lower_bound(ngrams.keys.begin(), ngrams.keys.end(), key);
     if (found == ngrams.keys.end() || *found != key) return {};
-    const auto at = tokens_.begin() + ngrams.ends[static_cast<size_t>(found - ngrams.keys.begin())];
+    const int64_t start = ngrams.ends[static_cast<size_t>(found - ngrams.keys.begin())];
+    const auto at = tokens_.begin() + start;
     if (!std::equal(at - static_cast<int64_t>(n), at, end.end() - static_cast<int64_t>(n)))
       return {}; // another n-gram with the same key
+    count = std::min(count, match_length(tokens_, start, end, n));
     return Tokens(at, at + std::min<int64_t>(count, tokens_.end() - at));
   }
 
@@ -100,18 +113,19 @@ public:
   }
 
   // At most `count` tokens that may come next: those after the previous occurrence of the longest
-  // n-gram at the end of the text. If they reach the end of the text, they continue with
-  // themselves. after: tokens that follow those read.
+  // n-gram at the end of the text, no more than match before it. If they reach the end of the text,
+  // they continue with themselves. after: tokens that follow those read.
   Tokens propose(int64_t count, const Tokens& after, const Corpus* corpus) const {
-    Tokens end(tokens_.end() - static_cast<int64_t>(std::min(MAX_NGRAM, tokens_.size())),
-               tokens_.end());
-    end.insert(end.end(), after.begin(), after.end());
     const auto length = static_cast<int64_t>(tokens_.size());
+    const int64_t reach = std::max(static_cast<int64_t>(MAX_NGRAM), count);
+    Tokens end(tokens_.end() - std::min(reach, length), tokens_.end());
+    end.insert(end.end(), after.begin(), after.end());
     for (size_t n = std::min(MAX_NGRAM, end.size()); n > 0; --n) {
       const auto found = next_.find(last_ngram(end, n));
       if (found != next_.end()) {
         const int64_t start = found->second;
         const auto from = tokens_.begin() + start;
+        count = std::min(count, match_length(tokens_, start, end, n));
         Tokens text(from, from + std::min(count, length - start));
         text.insert(text.end(), after.begin(), after.end());
         const int64_t back = length - start + static_cast<int64_t>(after.size());

@@ -1,8 +1,10 @@
 """Drafts without a model: the tokens that followed the last occurrence of the text's ending.
 
 Prompt lookup (Saxena 2023; Leviathan et al. 2023, section 3.6, "copies tokens from the context").
-The proposal has no distribution: q is a point mass, so x is accepted with probability p(x), and
-the output has the target's distribution.
+At most as many tokens are proposed as match, because after a short match few are accepted
+(SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, bounds them by a multiple of the match). The
+proposal has no distribution: q is a point mass, so x is accepted with probability p(x), and the
+output has the target's distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ..backends.engine import source_ids
 from ..sequence import ActiveSequence
 from .draft import GuessedDraft, Sources
 
-MAX_NGRAM = 4  # longest n-gram compared; a longer repetition is found after its first 4 tokens
+MAX_NGRAM = 4  # longest n-gram searched; a longer repetition is found after its first 4 tokens
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that products lose nothing but the carry
 
 
@@ -81,23 +83,35 @@ class Lookup:
 
     def propose(self, count: int, after: Sequence[int] = ()) -> list[int]:
         """At most `count` tokens that may come next: those after the last earlier occurrence of the
-        longest n-gram that the text ends with. A continuation that reaches the end of the text is
-        continued with itself.
+        longest n-gram that the text ends with, no more than match before it. A continuation that
+        reaches the end of the text is continued with itself.
 
         after: tokens that follow the text that was read; they are not searched.
         """
-        own, longest = self._tokens, len(self._next)
-        end = tuple([*own[-longest:], *after[-longest:]][-longest:])
-        for n in range(len(end), 0, -1):
-            start = self._next[n - 1].get(end[-n:])
+        own, reach = self._tokens, max(len(self._next), count)
+        ending = [*own[-reach:], *after][-reach:]
+        for n in range(min(len(self._next), len(ending)), 0, -1):
+            start = self._next[n - 1].get(tuple(ending[-n:]))
             if start is not None:
+                count = min(count, _match_length(own, start, ending, n))
                 text = [*own[start : start + count], *after]
                 while len(text) < count:
                     text.append(text[len(text) - (len(own) - start + len(after))])
                 return text[:count]
-            if self._corpus is not None and (found := self._corpus.after(end[-n:], count)):
+            if self._corpus is not None and (found := self._corpus.after(ending, n, count)):
                 return found
         return []
+
+
+def _match_length(
+    text: Sequence[int] | npt.NDArray[np.int32], position: int, ending: Sequence[int], known: int
+) -> int:
+    """How many of the last tokens of `ending` stand in `text` before `position`; the last `known`
+    do."""
+    n = known
+    while n < min(position, len(ending)) and text[position - 1 - n] == ending[-1 - n]:
+        n += 1
+    return n
 
 
 class Corpus:
@@ -119,20 +133,21 @@ class Corpus:
             self._keys.append(found)
             self._ends.append((len(keys) - 1 - last + n).astype(np.int32))
 
-    def after(self, end: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens after the last occurrence of this n-gram; empty if none occurs."""
-        n = len(end)
+    def after(self, ending: Sequence[int], n: int, count: int) -> list[int]:
+        """At most `count` tokens after the last occurrence of the last n of these tokens, no more
+        than match before it; empty if they do not occur."""
         if n > len(self._keys):
             return []
-        key = np.zeros(1, np.uint64)
+        key, end = np.zeros(1, np.uint64), list(ending[-n:])
         for token in end:
             key = _extend(key, np.array([token]))
         i = int(np.searchsorted(self._keys[n - 1], key[0]))
         if i == len(self._keys[n - 1]) or self._keys[n - 1][i] != key[0]:
             return []
         start = int(self._ends[n - 1][i])
-        if self._tokens[start - n : start].tolist() != list(end):
+        if self._tokens[start - n : start].tolist() != end:
             return []  # a different n-gram with the same key
+        count = min(count, _match_length(self._tokens, start, ending, n))
         return self._tokens[start : start + count].tolist()  # type: ignore[no-any-return]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fakes import near, random_model, script
-from rounds import check_rows, ids, make_decoder, on_host, plain
+from rounds import check_rows, ids, make_decoder, on_host, oracle, plain
 
-from runtime.drafts.lookup import MAX_NGRAM, Lookup
+from runtime.drafts.lookup import MAX_NGRAM, Corpus, Lookup
 from runtime.files.errors import OutriderError
 from runtime.files.texts import read_text
 from runtime.sampling.warp import SamplingParams
@@ -20,16 +21,22 @@ from runtime.sequence import Request
 pytestmark = pytest.mark.usefixtures("sampler")
 
 
-def proposal(text: Sequence[int], count: int, longest: int = MAX_NGRAM) -> list[int]:
+def matching(text: Sequence[int], ending: Sequence[int]) -> int:
+    """How many tokens at the end of both are the same."""
+    pairs = zip(reversed(text), reversed(ending), strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+
+def proposal(text: Sequence[int], count: int, longest: int, after: Sequence[int]) -> list[int]:
     """The definition of a lookup, which searches the whole text each time."""
-    for n in range(min(longest, len(text) - 1), 0, -1):
-        end = text[len(text) - n :]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == end:
-                grown = list(text)
-                for i in range(count):
-                    grown.append(grown[start + n + i])
-                return grown[len(text) :]
+    whole = [*text, *after]
+    for n in range(longest, 0, -1):
+        for position in range(len(text) - 1, 0, -1):
+            if (length := matching(text[:position], whole)) >= n:
+                grown = list(whole)
+                for i in range(min(count, length)):
+                    grown.append(grown[position + i])
+                return grown[len(whole) :]
     return []
 
 
@@ -42,8 +49,44 @@ def test_proposals_by_definition(seed: int) -> None:
         for end in range(1, len(text) + 1):
             if end == len(text) or rng.random() < 0.5:  # a few tokens at a time
                 lookup.update(text[:end])
-                count = int(rng.integers(0, 12))
-                assert lookup.propose(count) == proposal(text[:end], count, longest)
+                count, after = int(rng.integers(0, 12)), text[: int(rng.integers(0, 6))]
+                for more in ([], after):
+                    expected = proposal(text[:end], count, longest, more)
+                    assert lookup.propose(count, more) == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_corpus_by_definition(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, int(rng.integers(1, 9)), int(rng.integers(1, 80))).tolist()
+    corpus = Corpus(text, 3)
+    for n in (1, 2, 3, 4):
+        for _ in range(30):
+            ending = rng.integers(0, 9, 6).tolist()
+            end = ending[-n:]
+            starts = [i + n for i in range(len(text) - n) if text[i : i + n] == end]
+            expected = []
+            if starts and n < 4:
+                count = min(5, matching(text[: starts[-1]], ending))
+                expected = text[starts[-1] : starts[-1] + count]
+            assert corpus.after(ending, n, 5) == expected
+
+
+def test_a_collision_in_a_corpus_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runtime.drafts.lookup._extend", lambda keys, tokens: np.zeros(len(tokens), np.uint64)
+    )
+    corpus = Corpus([1, 2, 3, 1, 2, 4], 2)
+    assert corpus.after([2, 3], 2, 1) == [] and corpus.after([1, 2], 2, 1) == [4]
+
+
+def test_the_longer_match_wins() -> None:
+    corpus = Corpus([1, 2, 3, 4, 5, 9, 7])
+    lookup = Lookup(corpus=corpus)
+    lookup.update([4, 8, 3, 4])
+    assert lookup.propose(3) == [5, 9]  # "3 4" in the corpus, rather than "4" in the text
+    assert lookup.propose(3, [8]) == [3, 4]  # "4 8" in the text
+    assert lookup.propose(3, [6]) == []
 
 
 # In rounds
@@ -77,8 +120,12 @@ def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
     otherwise it would be verified with a q that it was not drawn from."""
     decoder = make_decoder(REPEATS, near(REPEATS, 2, 1.0), order=None, slots=2)
     beside = lookups(max_new_tokens=20, params=SamplingParams(temperature=1.0, seed=2), gamma=2)
+    beside = replace(beside, prompt=[2, *oracle(REPEATS, Request([2], max_new_tokens=30))])
     batch = [decoder.admit(replace(beside, draft=kind)) for kind in ("model", "ngram")]
-    drafted = decoder.rounds.proposer.propose(dict.fromkeys(batch, 2))
+    gammas, proposer = dict.fromkeys(batch, 2), decoder.rounds.proposer
+    for sequence in proposer.sequences_behind(gammas):
+        proposer.catch_up(sequence)
+    drafted = proposer.propose(gammas)
     guessed = drafted.tokens[batch[1]]
     assert len(guessed) == 2
     for logits, token in zip(drafted.logits, guessed, strict=True):

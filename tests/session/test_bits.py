@@ -112,16 +112,21 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
     with load(llama_bundle, verify=False, threads=1, corpus=text) as engine:
         corpus = engine.tokenizer.encode(text.read_text(), add_special_tokens=False)
         options = {"draft": "ngram", "gamma": 6, "max_new_tokens": 40, "ignore_eos": True}
-        prompt = corpus[3:8]
-        expected = engine.generate(prompt, **options)
+        prompt = corpus[3:12]
+        # Finds ten tokens of the corpus at first, and then ever more of its own.
+        forced = {**options, "logit_bias": {corpus[12]: 100.0}}
+        expected = [engine.generate(prompt, **each) for each in (forced, options)]
         with NativeSession(llama_bundle, corpus=corpus, threads=1) as session:
-            number = session.admit(prompt, **options)
-            assert [token.id for token in session.tokens(number)] == expected.token_ids
-            stats = session.stats(number)
+            for each, result in zip((forced, options), expected, strict=True):
+                number = session.admit(prompt, **each)
+                assert [token.id for token in session.tokens(number)] == result.token_ids
+                stats = session.stats(number)
+                assert stats.drafted == result.stats.drafted
+                session.release(number)
         with NativeSession(llama_bundle, threads=1) as session:  # control: without the corpus
             number = session.admit(prompt, **options)
             assert len(list(session.tokens(number))) == 40
-            assert session.stats(number).drafted < stats.drafted == expected.stats.drafted
+            assert session.stats(number).drafted < stats.drafted
 
 
 @pytest.mark.slow

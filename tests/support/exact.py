@@ -264,7 +264,7 @@ def by_keys(
     first use.
     """
     target, draft, probs = in_halves(seed)
-    decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
+    decoder = make_decoder(target, draft, vocab_size=V, max_len=len(prompt) + 14)
     request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
     coins: dict[Key, int] = {}  # in the order of first use
 

@@ -24,13 +24,13 @@ from runtime.files.manifest import read_bundle
 def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
     """The "copy" draft proposes the tokens that follow the match in the source."""
     engine = one_thread(t5[1], 1)
-    source = [20, 21, 22, 23, 24]
-    request = engine.request([20, 21], greedy(source, 3, "copy"))
+    source = [20, 21, 22, 23, 24, 25]
+    request = engine.request([20, 21, 22], greedy(source, 3, "copy"))
     sequence = engine.decoder.admit(request)
     try:
-        sequence.slot.tokens[:] = [1, 20, 21]
+        sequence.slot.tokens[:] = [1, 20, 21, 22]
         proposer = engine.decoder.rounds.proposer
-        assert proposer._draft_of(sequence).guess(sequence, [], 3) == [22, 23, 24]
+        assert proposer._draft_of(sequence).guess(sequence, [], 3) == [23, 24, 25]
     finally:
         engine.decoder.release(sequence)
 
