@@ -287,7 +287,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     no_stream = no_text or args.baseline or args.beams
     files = ("prompt_file", "messages", "batch", "audio", "source_file")
     rules: list[tuple[object, str, str]] = [
-        *((getattr(args, name) == "", f"--{name.replace('_', '-')}: the file name is empty",
+        *((getattr(args, name) == "", f"--{flag(name)}: the file name is empty",
            "Name a file.")
           for name in files),
         (sum(getattr(args, name) == "-" for name in (*prompts, *SOURCES)) > 1,
@@ -370,8 +370,7 @@ def options_from(args: Namespace) -> Options:
         more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
         name = unsupported_option(options, {name: getattr(args, name) for name in more})
         if name is not None:
-            name = "chat" if name == "conversation" else flag(name)
-            cause = f"--{name} has no meaning for a beam search"
+            cause = f"--{flag(name)} has no meaning for a beam search"
             raise OutriderError("option", cause, "Leave it or --beams out.")
     return options if args.batch else seeded(options)
 
