@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def make_request(
     engine: TextEngine, prompt: Prompt | None, options: Options
 ) -> tuple[Request, Transcript]:
-    """See `TextEngine.prepare`."""
+    """The `Request` as it would be run, and its `Transcript`. Raises what `generate` raises."""
     options.check()
     options = options.seeded()
     decoder, pair, tokenizer = engine.decoder, engine.manifest.pair, engine.tokenizer
