@@ -112,9 +112,8 @@ def transcribe(
         source = read_source(Options(source=window), pair, engine.tokenizer)
         with engine.exclusive_slot(prompt, source) as slot:
             target = engine.decoder.target
-            target.encode(
-                slot.index, source
-            )  # kept for `decode_window`, which reads the same window
+            # Kept for `decode_window`, which reads the same window.
+            target.encode(slot.index, source)
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
 
     transcriber = Transcriber(
