@@ -20,7 +20,9 @@ class Answer:
 
     def __init__(self, body: Body):
         self.body, self.chat = body, isinstance(body, Chat)
-        kind = ("chat.completion" + ".chunk" * body.stream) if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = {"id": uuid4().hex, "object": kind, "created": int(time.time())}
         self.results: list[Result] = []
 

@@ -142,7 +142,7 @@ class Options:
             (self.chat is False and self.system is not None,
              "a system message needs the chat template",
              "Put it into the prompt itself, or use the chat template."),
-            (self.gamma == 0 if drafted else self.draft and self.gamma,
+            ((drafted and self.gamma == 0) or (self.draft == "none" and self.gamma),
              f"draft={self.draft} contradicts gamma={self.gamma}", "Leave one of them out."),
         ])  # fmt: skip
         if self.gamma == 0 or self.draft == "none":
