@@ -358,13 +358,13 @@ def refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
 
 def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed if the text depends on one."""
+    if len(dict(args.logit_bias)) < len(args.logit_bias):
+        raise OutriderError("option", "--logit-bias names an id twice", "Name each id once.")
     given = {f.name: getattr(args, f.name) for f in fields(Options)}
+    given["logit_bias"] = tuple(args.logit_bias)
     if args.max_new_tokens is None:
         del given["max_new_tokens"]
     options = Options(**given)
-    if len(dict(args.logit_bias)) < len(args.logit_bias):
-        raise OutriderError("option", "--logit-bias names an id twice", "Name each id once.")
-    options = replace(options, logit_bias=tuple(args.logit_bias))
     options.check()
     if args.beams:
         more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
