@@ -354,7 +354,7 @@ class EngineFacts:
     @property
     def compiled_files(self) -> list[str]:
         """The compiled files, which the graphs folder does not have."""
-        return [self.file, *([self.encoder] if self.encoder else [])]
+        return [self.file] if self.encoder is None else [self.file, self.encoder]
 
 
 @dataclass(frozen=True)
