@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
     from .bundle import load as load
     from .drafts.draft import Draft as Draft
     from .drafts.draft import GuessedDraft as GuessedDraft
-    from .drafts.registry import register as register_draft  # noqa: F401
+    from .drafts.registry import register_draft as register_draft
     from .files.errors import OutriderError as OutriderError
     from .text.engine import TextEngine as TextEngine
     from .text.options import Options as Options
@@ -37,23 +37,23 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
 # With telemetry, ONNX Runtime writes a device id to the home folder and reports to its makers.
 environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
-_EXPORTS = {
-    "Batch": ("text.stream", "Batch"),
-    "BeamText": ("beam.text", "BeamText"),
-    "BeamTexts": ("beam.text", "BeamTexts"),
-    "Draft": ("drafts.draft", "Draft"),
-    "Event": ("text.results", "Event"),
-    "GuessedDraft": ("drafts.draft", "GuessedDraft"),
-    "Options": ("text.options", "Options"),
-    "OutriderError": ("files.errors", "OutriderError"),
-    "Result": ("text.results", "Result"),
-    "Segment": ("audio.transcription", "Segment"),
-    "Stream": ("text.stream", "Stream"),
-    "TextEngine": ("text.engine", "TextEngine"),
-    "Transcription": ("text.speech", "Transcription"),
-    "beam_texts": ("beam.text", "beam_texts"),
-    "load": ("bundle", "load"),
-    "register_draft": ("drafts.registry", "register"),
+_EXPORTS = {  # the module of each public name
+    "Batch": "text.stream",
+    "BeamText": "beam.text",
+    "BeamTexts": "beam.text",
+    "Draft": "drafts.draft",
+    "Event": "text.results",
+    "GuessedDraft": "drafts.draft",
+    "Options": "text.options",
+    "OutriderError": "files.errors",
+    "Result": "text.results",
+    "Segment": "audio.transcription",
+    "Stream": "text.stream",
+    "TextEngine": "text.engine",
+    "Transcription": "text.speech",
+    "beam_texts": "beam.text",
+    "load": "bundle",
+    "register_draft": "drafts.registry",
 }
 __all__ = list(_EXPORTS)
 
@@ -62,8 +62,7 @@ def __getattr__(name: str) -> Any:
     """Import public names on first use: a command can be interrupted before all are imported."""
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _EXPORTS[name]
-    return getattr(import_module(f".{module}", __name__), attribute)
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -227,7 +227,6 @@ def check_options(
 ) -> None:
     """Refuse options that the device does not support. files: the table or corpus, if one is given.
     Raises OutriderError "option"."""
-    most_threads = 0 if gpu else max_threads()
     refuse_first([
         (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
          "Leave it out, or use a bundle for a GPU with graphs enabled."),
@@ -235,10 +234,10 @@ def check_options(
          "Leave the option out."),
         (gpu and files, "table and corpus are supported only on the CPU in this version",
          "Leave them out, or use a bundle that runs on the CPU."),
-        (not (is_whole(threads) and 0 <= threads <= most_threads),
-         f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
-         "Leave it out: it applies to engines on the CPU." if gpu else
-         f"Use 0 (automatic) to {most_threads}."),
+        (gpu and threads != 0, f"threads={threads!r} is out of range on a GPU",
+         "Leave it out: it applies to engines on the CPU."),
+        (not (is_whole(threads) and 0 <= threads <= max_threads()),
+         f"threads={threads!r} is out of range", f"Use 0 (automatic) to {max_threads()}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
         (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),

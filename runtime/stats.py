@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar, cast, get_args
 
 T = TypeVar("T")
@@ -75,9 +76,8 @@ class Stats:
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, list):
-                longest = max(len(mine), len(theirs))
-                pairs = (x + [0] * (longest - len(x)) for x in (mine, theirs))
-                setattr(self, name, [a + b for a, b in zip(*pairs, strict=True)])
+                pairs = zip_longest(mine, theirs, fillvalue=0)
+                setattr(self, name, [a + b for a, b in pairs])
             else:
                 setattr(self, name, mine + theirs)
 

@@ -20,7 +20,9 @@ class Answer:
 
     def __init__(self, body: Body):
         self.body, self.chat = body, isinstance(body, Chat)
-        kind = ("chat.completion" + ".chunk" * body.stream) if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = {"id": uuid4().hex, "object": kind, "created": int(time.time())}
         self.results: list[Result] = []
 
@@ -83,9 +85,12 @@ def with_logprobs(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]
 
 
 def _completion_logprobs(tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    names, logprobs = ([token[key] for token in tokens] for key in ("token", "logprob"))
     tops = [{t["token"]: t["logprob"] for t in (token, *token["top_logprobs"])} for token in tokens]
-    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": tops,
+    }
 
 
 def _event(data: dict[str, Any]) -> str:

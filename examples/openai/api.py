@@ -83,12 +83,12 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = working, _ = [asyncio.create_task(each) for each in (work, disconnected())]
+    working, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise HTTPException(499, "the client disconnected")  # as nginx: nobody reads it
         return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        working.cancel()
+        gone.cancel()

@@ -5,7 +5,7 @@
 
 namespace outrider {
 
-int64_t HeldRows::common_prefix(int32_t slot, const Tokens& text) const {
+int64_t CachedRows::common_prefix(int32_t slot, const Tokens& text) const {
   const Tokens& held = tokens_[slot];
   const size_t limit = std::min(held.size(), text.size());
   size_t i = 0;
@@ -13,30 +13,30 @@ int64_t HeldRows::common_prefix(int32_t slot, const Tokens& text) const {
   return static_cast<int64_t>(i);
 }
 
-int64_t HeldRows::resumable_length(int32_t slot, int64_t length) const {
-  return length >= min_prefix_[slot] ? length : 0;
+int64_t CachedRows::resume_position(int32_t slot, int64_t length) const {
+  return length >= min_resume_[slot] ? length : 0;
 }
 
-void HeldRows::truncate(int32_t slot, int64_t length) {
+void CachedRows::truncate(int32_t slot, int64_t length) {
   if (length < this->length(slot)) tokens_[slot].resize(length);
 }
 
-void HeldRows::begin_write(int32_t slot, int64_t start, int64_t width) {
+void CachedRows::begin_call(int32_t slot, int64_t start, int64_t width) {
   truncate(slot, start);
   if (states_)
-    min_prefix_[slot] =
-        std::max(start > 0 ? min_prefix_[slot] : 0, start + width - states_->rows + states_->reach);
+    min_resume_[slot] =
+        std::max(start > 0 ? min_resume_[slot] : 0, start + width - states_->rows + states_->reach);
 }
 
-void HeldRows::end_write(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
+void CachedRows::end_call(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
   if (length(slot) == start) // rows after a gap belong to no sequence
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }
 
-Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t narrowest_call)
-    : slots(slot_count), vocab_size(facts.vocab_size), narrowest(narrowest_call),
+Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t min_call_width)
+    : slots(slot_count), vocab_size(facts.vocab_size), min_width(min_call_width),
       capacity(facts.capacity), chunk(std::min(CHUNK, facts.capacity)),
-      held_rows(slot_count, facts.vocab_size, facts.states) {}
+      cached_rows(slot_count, facts.vocab_size, facts.states) {}
 
 LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t since,
                            int64_t outputs, int32_t first, int32_t buffer) {
@@ -44,13 +44,13 @@ LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t si
   const int64_t width = static_cast<int64_t>(ids.size()) / batch;
   reserve(position, width);
   for (int64_t b = 0; b < batch; ++b)
-    held_rows.begin_write(static_cast<int32_t>(first + b), position[b], width);
+    cached_rows.begin_call(static_cast<int32_t>(first + b), position[b], width);
   const auto begin = std::chrono::steady_clock::now();
   float* const logits =
       compute({ids.data(), position.data(), batch, width, since, outputs, first, buffer});
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   for (int64_t b = 0; b < batch; ++b)
-    held_rows.end_write(static_cast<int32_t>(first + b), ids.data() + b * width, width,
+    cached_rows.end_call(static_cast<int32_t>(first + b), ids.data() + b * width, width,
                         position[b]);
   return {logits, outputs, vocab_size};
 }
@@ -60,7 +60,7 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
   for (int64_t at = start; at < end; at += chunk) {
     const int64_t count = std::min(chunk, end - at);
     Tokens ids = replace_unknown_ids(Tokens(tokens.begin() + at, tokens.begin() + at + count));
-    ids.resize(std::max<int64_t>(count, narrowest)); // padding goes to rows that are not valid
+    ids.resize(std::max<int64_t>(count, min_width)); // padding goes to rows that are not valid
     row = forward(ids, {at}, count - 1, 1, slot);
   }
   return row;
@@ -73,7 +73,7 @@ Tokens Engine::replace_unknown_ids(Tokens tokens) const {
 }
 
 void Engine::clear(int32_t slot) {
-  held_rows.truncate(slot, 0);
+  cached_rows.truncate(slot, 0);
   wipe(slot);
 }
 

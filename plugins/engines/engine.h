@@ -23,24 +23,24 @@ constexpr int64_t CHUNK = 256; // tokens per prefill call; bounds the activation
 // Records, for each slot, the tokens that its cache rows were computed from. states: of a recurrent
 // state, only the last rows are kept, so a sequence can continue only where a call finds its rows
 // among them.
-class HeldRows {
+class CachedRows {
 public:
-  HeldRows(int32_t slots, int32_t vocab_size, std::optional<StateFacts> states)
-      : tokens_(slots), min_prefix_(slots), vocab_size_(vocab_size), states_(std::move(states)) {}
+  CachedRows(int32_t slots, int32_t vocab_size, std::optional<StateFacts> states)
+      : tokens_(slots), min_resume_(slots), vocab_size_(vocab_size), states_(std::move(states)) {}
   int64_t length(int32_t slot) const { return static_cast<int64_t>(tokens_[slot].size()); }
-  bool has_state() const { return states_.has_value(); } // whether there is a recurrent state
-  int64_t common_prefix(int32_t slot, const Tokens& text) const; // length of the common prefix
+  bool has_state() const { return states_.has_value(); }
+  int64_t common_prefix(int32_t slot, const Tokens& text) const; // its length
   // The row at which a sequence can continue whose first `length` rows are held: `length`, or 0.
-  int64_t resumable_length(int32_t slot, int64_t length) const;
+  int64_t resume_position(int32_t slot, int64_t length) const;
   void truncate(int32_t slot, int64_t length);
   // A call of `width` tokens begins. Noted before it runs: if it fails, these rows are lost.
-  void begin_write(int32_t slot, int64_t start, int64_t width);
-  void end_write(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
+  void begin_call(int32_t slot, int64_t start, int64_t width);
+  void end_call(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
 
 private:
   std::vector<Tokens> tokens_;
-  std::vector<int64_t> min_prefix_; // the shortest non-empty prefix that can be continued
-  int64_t vocab_size_;         // ids from here on are read as 0
+  std::vector<int64_t> min_resume_; // the shortest non-empty prefix that can be continued
+  int64_t vocab_size_;              // ids from here on are read as 0
   std::optional<StateFacts> states_;
 };
 
@@ -76,14 +76,14 @@ public:
   // The tokens with 0 in place of those outside the vocabulary.
   Tokens replace_unknown_ids(Tokens tokens) const;
 
-  const int32_t slots, vocab_size, narrowest;
+  const int32_t slots, vocab_size, min_width;
   const int64_t capacity, chunk;
-  HeldRows held_rows;
+  CachedRows cached_rows;
   double seconds = 0; // total time of calls
 
 protected:
-  // narrowest: the smallest N of a call that computes output tokens.
-  Engine(const ModelFacts& facts, int32_t slots, int32_t narrowest);
+  // min_width: the smallest N of a call that computes output tokens.
+  Engine(const ModelFacts& facts, int32_t slots, int32_t min_width);
 
 private:
   // Make room for a call, whose rows are within the capacity. On Failure, nothing has changed.

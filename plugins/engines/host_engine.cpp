@@ -20,8 +20,8 @@ template <class T> HostEngine::Memory<T> HostEngine::zeros(int64_t count) {
 
 HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
                        const ModelFacts& facts, int32_t slot_count, int32_t widest, int32_t buffers,
-                       int threads, int32_t narrowest_call)
-    : Engine(facts, slot_count, narrowest_call),
+                       int threads, int32_t min_call_width)
+    : Engine(facts, slot_count, min_call_width),
       model_(library, folder + "/" + facts.file, facts.dtype, threads),
       widest_(widest) {
   const auto add_caches = [&](const char* name, const std::vector<CacheShape>& shapes, int type,
@@ -123,7 +123,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   const int64_t start = position[0];
   // No round goes back this far, so it is a new sequence, some of whose first rows may be reused.
   const bool new_sequence =
-      slots == 1 && (start == 0 || held_rows.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
+      slots == 1 && (start == 0 || cached_rows.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
   if (need <= rows_ && !(new_sequence && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
   int64_t rows = FIRST_ROWS;
   while (rows < need) rows *= 2;
@@ -139,7 +139,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
       memcpy(grown[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
              static_cast<size_t>(kept * row));
   }
-  if (new_sequence) held_rows.truncate(0, kept);
+  if (new_sequence) cached_rows.truncate(0, kept);
   calls_.clear(); // they hold the old addresses
   for (size_t i = 0; i < caches_.size(); ++i)
     if (grown[i]) caches_[i].data = std::move(grown[i]);

@@ -21,7 +21,7 @@ class HostEngine final : public Engine {
 public:
   // widest: the largest K of a call. buffers: number of calls with kept logits. Throws Failure.
   HostEngine(const ort::Library& library, const std::string& folder, const ModelFacts& facts,
-             int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
+             int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t min_width);
 
   // Bytes of memory for slots with short sequences: FIRST_ROWS of cache, states and logits.
   static double min_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);

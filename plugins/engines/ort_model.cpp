@@ -14,6 +14,9 @@ namespace {
 
 using outrider::fail;
 
+const char PATH_REMEDY[] =
+    "Give the path of libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it";
+
 // The message's first line without its full stop, and the second line if the first ends in a colon.
 std::string first_line(const std::string& message) {
   const size_t end = message.find('\n');
@@ -44,17 +47,16 @@ Library::Library(const char* path) : environment(nullptr, {nullptr}), memory(nul
   };
   path = non_empty(path) ? path : non_empty(getenv("OUTRIDER_ONNXRUNTIME"));
   setenv("ORT_DISABLE_TELEMETRY", "1", 0); // otherwise it writes a device id to the home folder
-  void* library = nullptr;
-  for (const char* name : {path, path ? nullptr : "libonnxruntime.so.1",
-                           path ? nullptr : "libonnxruntime.so"})
-    if (library == nullptr && name != nullptr) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  const auto load = [](const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); };
+  void* library = load(path != nullptr ? path : "libonnxruntime.so.1");
+  if (library == nullptr && path == nullptr) library = load("libonnxruntime.so");
   if (library == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, "ONNX Runtime cannot be loaded: " + first_line(dlerror()),
-         "Give the path of libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
+         PATH_REMEDY);
   const auto get = reinterpret_cast<const ApiBase* (*)()>(dlsym(library, "OrtGetApiBase"));
   if (get == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, std::string(path ? path : "the library") + " is not ONNX Runtime",
-         "Give the path of libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
+         PATH_REMEDY);
   const ApiBase* const base = get();
   version = base->version();
   api = base->get(API_VERSION);

@@ -315,22 +315,22 @@ void Bundle::verify(bool weights) const {
 Guarantees Bundle::guarantees_for(int32_t slot_count, const std::string& version,
                                   int32_t plain_width) const {
   Guarantees guarantees;
-  const int32_t default_narrowest = guarantees.narrowest;
-  if (plain_width != 0) guarantees.narrowest = plain_width;
+  const int32_t default_width = guarantees.min_width;
+  if (plain_width != 0) guarantees.min_width = plain_width;
   const auto built = versions.find("onnxruntime");
   if (!invariance_ || (built != versions.end() && built->second != version) ||
       invariance_->processor != processor()) {
-    guarantees.invariance_lost = guarantees.narrowest < default_narrowest;
+    guarantees.invariance_lost = guarantees.min_width < default_width;
     return guarantees;
   }
   const CallBits& calls = slot_count == 1 ? invariance_->one : invariance_->several;
-  const int64_t min_width = *std::min_element(calls.widths.begin(), calls.widths.end());
-  const bool wide =
-      min_width <= MAX_STEP_WIDTH && std::all_of(calls.others.begin(), calls.others.end(),
-                                                 [&](int64_t w) { return w < min_width; });
+  const int64_t required_width = *std::min_element(calls.widths.begin(), calls.widths.end());
+  const bool wide = required_width <= MAX_STEP_WIDTH &&
+                    std::all_of(calls.others.begin(), calls.others.end(),
+                                [&](int64_t w) { return w < required_width; });
   if (!wide) return guarantees;
-  if (plain_width == 0) guarantees.narrowest = static_cast<int32_t>(min_width);
-  guarantees.invariance_lost = guarantees.narrowest < min_width;
+  if (plain_width == 0) guarantees.min_width = static_cast<int32_t>(required_width);
+  guarantees.invariance_lost = guarantees.min_width < required_width;
   guarantees.output_invariant = !guarantees.invariance_lost && calls.rows && calls.neighbours;
   return guarantees;
 }

@@ -51,7 +51,7 @@ struct ModelFacts {
 
 // Whether results are bitwise the same across the widths of calls.
 struct Guarantees {
-  int32_t narrowest = 2; // minimum number of tokens in a call of the target
+  int32_t min_width = 2; // minimum number of tokens in a call of the target
   // Whether the output is the same for every gamma, draft, slot and neighbour.
   bool output_invariant = false;
   bool invariance_lost = false; // lost because plain_width makes calls narrower than required

@@ -93,7 +93,7 @@ Decoder::Decoder(const outrider_config& config)
     if (library_)
       guarantees_ = bundle_.guarantees_for(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
-    target_ = open_engine(bundle_.target, 1, config.threads, guarantees_.narrowest);
+    target_ = open_engine(bundle_.target, 1, config.threads, guarantees_.min_width);
     int32_t width = bundle_.vocab_size;
     if (bundle_.draft) { // its bits may depend on the width of a call: only the target's matter
       draft_ = open_engine(*bundle_.draft, gamma, config.threads, 1);
@@ -113,13 +113,13 @@ Decoder::Decoder(const outrider_config& config)
 }
 
 std::unique_ptr<Engine> Decoder::open_engine(const ModelFacts& facts, int32_t buffers, int threads,
-                                             int32_t narrowest) const {
+                                             int32_t min_width) const {
   const int32_t widest = bundle_.max_gamma + 1;
   if (!library_)
     return std::make_unique<DeviceEngine>(bundle_.backend, bundle_.folder, facts, slots(), widest,
                                           buffers);
   return std::make_unique<HostEngine>(*library_, bundle_.folder, facts, slots(), widest, buffers,
-                                      threads, narrowest);
+                                      threads, min_width);
 }
 
 Sequence& Decoder::sequence(uint64_t request) {
@@ -135,8 +135,8 @@ Sequence& Decoder::sequence(uint64_t request) {
 // wider ones.
 int64_t Decoder::reusable_rows(int32_t slot, const Tokens& prompt) const {
   const auto max_rows = std::max<int64_t>(0, static_cast<int64_t>(prompt.size()) - 2);
-  return target_->held_rows.resumable_length(
-      slot, std::min(target_->held_rows.common_prefix(slot, prompt), max_rows));
+  return target_->cached_rows.resume_position(
+      slot, std::min(target_->cached_rows.common_prefix(slot, prompt), max_rows));
 }
 
 // The free slot with the fewest rows to compute or overwrite, so that a continued sequence finds
@@ -147,7 +147,7 @@ int32_t Decoder::acquire(const Tokens& prompt) {
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
     const int64_t cost =
-        reuse_ ? target_->held_rows.length(slot) - 2 * reusable_rows(slot, prompt) : 0;
+        reuse_ ? target_->cached_rows.length(slot) - 2 * reusable_rows(slot, prompt) : 0;
     if (best < 0 || cost < lowest_cost) best = slot, lowest_cost = cost;
   }
   if (best < 0)
@@ -170,11 +170,11 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   if (reuse_) {
     sequence.target_len = reusable_rows(sequence.slot, sequence.tokens);
     if (draft_ != nullptr) {
-      const int64_t drafted = draft_->held_rows.common_prefix(sequence.slot, sequence.tokens);
+      const int64_t drafted = draft_->cached_rows.common_prefix(sequence.slot, sequence.tokens);
       const int64_t need = length - 1;
       const int64_t available =
           drafted >= need ? need : std::max<int64_t>(0, std::min(drafted, need - 2));
-      sequence.draft_len = draft_->held_rows.resumable_length(sequence.slot, available);
+      sequence.draft_len = draft_->cached_rows.resume_position(sequence.slot, available);
     }
   }
   sequence.stats.prompt_tokens = length;

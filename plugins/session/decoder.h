@@ -35,7 +35,7 @@ public:
 
 private:
   std::unique_ptr<Engine> open_engine(const ModelFacts& facts, int32_t buffers, int threads,
-                                      int32_t narrowest) const;
+                                      int32_t min_width) const;
   int64_t reusable_rows(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
   void start(Sequence& sequence);

@@ -28,7 +28,7 @@ LogitsView forward_slots(Engine& engine, const std::vector<int64_t>& valid_rows,
   int64_t longest = 0;
   for (const SlotInput& one : inputs)
     longest = std::max(longest, static_cast<int64_t>(one.tokens.size()));
-  const int64_t width = std::max<int64_t>(longest, engine.narrowest);
+  const int64_t width = std::max<int64_t>(longest, engine.min_width);
   const int64_t batch = span.last - span.first;
   Tokens ids(static_cast<size_t>(batch * width)), position(static_cast<size_t>(batch));
   // A finished sequence of full length has more rows than the largest position a call may begin at.
@@ -59,7 +59,7 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
     const int64_t need = sequence.draft_len + sequence.missing_draft_rows();
     if (plan.gamma > 0 && sequence.request.uses_draft_model() && need > sequence.draft_len) {
       // A failed prefill may have overwritten the rows that this one would continue from.
-      const int64_t start = engine_->held_rows.resumable_length(sequence.slot, sequence.draft_len);
+      const int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
       engine_->prefill(sequence.slot, sequence.tokens, start, need);
       sequence.draft_len = valid_rows[sequence.slot] = need;
     }
@@ -198,7 +198,7 @@ void Proposer::draft_chain(const Plans& plans, const std::vector<int64_t>& valid
     if (active.empty()) return;
     // One sequence at a time with a recurrent state: it has few rows, none of them for the padding
     // of a call that another sequence's longer guess widens.
-    if (engine_->held_rows.has_state()) active.resize(1);
+    if (engine_->cached_rows.has_state()) active.resize(1);
     // Draft with lookups, verify with the draft model, accept or correct or extend.
     std::vector<Tokens> guesses;
     std::vector<SlotInput> inputs;

@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PLUGINS_FOLDER = Path(__file__).resolve().parents[1]
-FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "engines", "session")
+INCLUDE_FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime")  # on the include path
+FOLDERS = (*INCLUDE_FOLDERS, "files", "engines", "session")
 NAME = "liboutrider.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
@@ -64,8 +65,6 @@ SESSION_SOURCES = (
     *(f"engines/{name}.cpp" for name in ("engine", "ort_model", "host_engine", "device_engine")),
     *(f"session/{name}.cpp" for name in ("drafts", "checks", "decoder", "session")),
 )  # fmt: skip
-
-
 EXIT_STATUS = {"backend": 8, "disk": 12}  # runtime/files/errors.py
 
 
@@ -115,8 +114,7 @@ def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
 
 def include_options(sources: Path = PLUGINS_FOLDER) -> list[str]:
     """The compiler's include options."""
-    folders = ("include", "core", "cpu", "cuda", "onnxruntime")
-    return [f"-I{sources}", *(f"-I{sources / folder}" for folder in folders)]
+    return [f"-I{sources}", *(f"-I{sources / folder}" for folder in INCLUDE_FOLDERS)]
 
 
 def headers(sources: Path = PLUGINS_FOLDER) -> list[Path]:

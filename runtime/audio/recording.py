@@ -66,9 +66,12 @@ class Recording:
         sample is not a number or the file is damaged, "backend" if an audio library is missing."""
         pending: list[Samples] = []
         missing = size
-        starts = range(0, len(self._samples), size)
-        pieces = self._check_samples((self._samples[i : i + size] for i in starts), self.rate)
-        for piece in self._read_file(self._path, size) if self._path else pieces:
+        if self._path is not None:
+            pieces = self._read_file(self._path, size)
+        else:
+            starts = range(0, len(self._samples), size)
+            pieces = self._check_samples((self._samples[i : i + size] for i in starts), self.rate)
+        for piece in pieces:
             rest = piece
             while len(rest) >= missing:
                 yield np.concatenate([*pending, rest[:missing]])
@@ -92,9 +95,9 @@ class Recording:
             # Resampling from a low rate makes many samples of one.
             piece = max(1, min(size, size * file.samplerate // self.rate))
             pieces = self._check_samples(self._read_mono(file, piece), file.samplerate)
-            yield from (
-                pieces if file.samplerate == self.rate else self._resample(pieces, file.samplerate)
-            )
+            if file.samplerate != self.rate:
+                pieces = self._resample(pieces, file.samplerate)
+            yield from pieces
 
     def _read_mono(self, file: soundfile.SoundFile, size: int) -> Iterator[Samples]:
         while len(piece := file.read(size, dtype="float32", always_2d=True)):

@@ -17,17 +17,14 @@ def format_time(seconds: float, point: str = ".") -> str:
 
 def lines(segments: Iterable[Segment]) -> Iterator[str]:
     """A line with times for each segment that has text."""
-    for segment in segments:
-        if text := _single_line(segment):
-            yield f"[{format_time(segment.start)} --> {format_time(segment.end)}] {text}\n"
+    for times, text in _cues(segments):
+        yield f"[{times}] {text}\n"
 
 
 def subrip(segments: Iterable[Segment], numbers: Iterator[int]) -> Iterator[str]:
     """The cues of an .srt file: one, with the next number, for each segment that has text."""
-    for segment in segments:
-        if text := _single_line(segment):
-            times = f"{format_time(segment.start, ',')} --> {format_time(segment.end, ',')}"
-            yield f"{next(numbers)}\n{times}\n{text}\n\n"
+    for times, text in _cues(segments, ","):
+        yield f"{next(numbers)}\n{times}\n{text}\n\n"
 
 
 WEBVTT_HEADER = "WEBVTT\n\n"  # how a .vtt file begins
@@ -35,11 +32,12 @@ WEBVTT_HEADER = "WEBVTT\n\n"  # how a .vtt file begins
 
 def webvtt(segments: Iterable[Segment]) -> Iterator[str]:
     """The cues of a .vtt file, after `WEBVTT_HEADER`. Text that looks like markup is escaped."""
+    for times, text in _cues(segments):
+        yield f"{times}\n{html.escape(text, quote=False)}\n\n"
+
+
+def _cues(segments: Iterable[Segment], point: str = ".") -> Iterator[tuple[str, str]]:
+    """Times and text, on one line, of each segment that has text."""
     for segment in segments:
-        if text := _single_line(segment):
-            times = f"{format_time(segment.start)} --> {format_time(segment.end)}"
-            yield f"{times}\n{html.escape(text, quote=False)}\n\n"
-
-
-def _single_line(segment: Segment) -> str:
-    return " ".join(segment.text.split())
+        if text := " ".join(segment.text.split()):
+            yield f"{format_time(segment.start, point)} --> {format_time(segment.end, point)}", text

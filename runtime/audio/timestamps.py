@@ -103,5 +103,6 @@ def split_window(
         last = part[-2] if i == len(parts) - 1 and not closed else part[-1]
         begin, end = offset + (part[0] - zero) * step, offset + (last - zero) * step
         cuts.append(TimedTokens(begin, end, list(part)))
-    # A pair at time 0, which only a text without requested timestamps can have, would not advance.
-    return cuts, frames if closed else (last - zero) * FRAMES_PER_STEP or frames
+    advance = (last - zero) * FRAMES_PER_STEP
+    # 0 after a pair at time 0, which only a text without requested timestamps can have.
+    return cuts, frames if closed or advance == 0 else advance

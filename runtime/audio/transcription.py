@@ -166,9 +166,8 @@ class Transcriber:
         self._generate, self._prompt_logits, self._decode = generate, prompt_logits, decode
         self._seconds = features.hop_length / features.sampling_rate  # of a frame
         self._languages = languages(facts)
-        self._start, self._end, self._no_timestamps = (
-            facts.decoder_start_token_id, end, facts.no_timestamps_token_id
-        )  # fmt: skip
+        self._start, self._end = facts.decoder_start_token_id, end
+        self._no_timestamps = facts.no_timestamps_token_id
         self._max_context = max_len // 2 - 1
         language = options.language
         self.language = None if language is None else language_code(language, facts)
@@ -187,9 +186,7 @@ class Transcriber:
             window, frames = windows.window_at(seek), min(windows.width, windows.frames - seek)
             context = self._previous_text(previous) if use_context and previous else []
             self.window_count += 1
-            tokens, temperature = self._window_tokens(
-                [*context, *begin], window, processors, len(begin)
-            )
+            tokens, temperature = self._window_tokens(context, begin, window, processors)
             use_context = (
                 self._options.condition_on_prev_tokens and temperature < CONTEXT_TEMPERATURE
             )
@@ -235,22 +232,29 @@ class Transcriber:
         return [*([] if mark is None else [mark]), *text[-self._max_context :]]
 
     def _window_tokens(
-        self, prompt: list[int], window: MelFrames, processors: Sequence[LogitsProcessor], own: int
+        self,
+        context: list[int],
+        begin: list[int],
+        window: MelFrames,
+        processors: Sequence[LogitsProcessor],
     ) -> tuple[list[int] | None, float]:
         """A window's tokens without the end of the text, or None if nobody speaks, and the
-        temperature that was used. own: number of prompt tokens that are not context."""
-        options, no_speech = self._options, 0.0
-        if options.no_speech_threshold is not None:
-            no_speech = self._no_speech_probability(prompt[: len(prompt) - own + 1], window)
+        temperature that was used. The prompt is `context`, then `begin`."""
+        options, min_logprob = self._options, self._options.logprob_threshold
+        no_speech = options.no_speech_threshold is not None and (
+            self._no_speech_probability([*context, self._start], window)
+            > options.no_speech_threshold
+        )
         for temperature in options.temperatures:
-            logprobs = options.logprob_threshold is not None
-            output = self._generate(prompt, window, processors, temperature, logprobs=logprobs)
+            output = self._generate(
+                [*context, *begin], window, processors, temperature,
+                logprobs=min_logprob is not None,
+            )  # fmt: skip
             tokens = [token.id for token in output]
-            improbable = options.logprob_threshold is not None and (
-                sum(token.logprob or 0.0 for token in output) / len(output)
-                < options.logprob_threshold
+            improbable = min_logprob is not None and (
+                sum(token.logprob or 0.0 for token in output) / len(output) < min_logprob
             )
-            if improbable and no_speech > (options.no_speech_threshold or 0.0):
+            if improbable and no_speech:
                 return None, temperature
             max_ratio = options.compression_ratio_threshold
             if not improbable and (max_ratio is None or compression_ratio(tokens) <= max_ratio):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,20 @@ class DeviceCall:
         )
 
 
+class DeviceCache(NamedTuple):
+    """The keys or values of one layer: device memory [slots, heads, capacity, width].
+
+    slot_bytes: size of one slot's part."""
+
+    address: int
+    heads: int
+    width: int
+    slot_bytes: int
+
+    def slot_address(self, slot: int) -> int:
+        return self.address + slot * self.slot_bytes
+
+
 class DeviceEngine(ABC):
     """An `Engine` whose calls can also be enqueued on `stream`, where they run in order.
 
@@ -78,19 +92,17 @@ class DeviceEngine(ABC):
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk = min(CHUNK, self.capacity)
         self.min_width = 1  # GPU libraries choose kernels by width anyway
-        self.cached_rows = CachedRows(
-            slots, self.vocab_size
-        )  # empty: texts and lengths live on the device
+        # Stays empty: texts and lengths live on the device.
+        self.cached_rows = CachedRows(slots, self.vocab_size)
         self._max_outputs = max_outputs
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
         self._open(folder, facts, engine)
         item = 4 if facts.dtype == "float32" else 2
-        self._slot_bytes: dict[str, int] = {}
         # In the contract's order. Zeroed: masked rows are multiplied too, and 0 times NaN is NaN.
-        self.caches: dict[str, tuple[int, tuple[int, int]]] = {}
+        self.caches: dict[str, DeviceCache] = {}
         for name, (heads, width) in cache_shapes(facts).items():
-            self._slot_bytes[name] = size = heads * self.capacity * width * item
+            size = heads * self.capacity * width * item
             if slots > 1 and size % self.alignment:
                 raise OutriderError(
                     "backend",
@@ -98,7 +110,7 @@ class DeviceEngine(ABC):
                     f"are not a multiple of {self.alignment} bytes",
                     "Use one slot, or BACKEND=onnxruntime.",
                 )
-            self.caches[name] = cuda.allocate(slots * size), (heads, width)
+            self.caches[name] = DeviceCache(cuda.allocate(slots * size), heads, width, size)
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
@@ -145,13 +157,10 @@ class DeviceEngine(ABC):
         ids, position, index, logits = map(self.cuda.allocate, sizes)
         return ids, position, index, logits
 
-    def cache_address(self, name: str, first_slot: int) -> int:
-        return self.caches[name][0] + first_slot * self._slot_bytes[name]
-
     def cache_tensors(self, call: DeviceCall) -> Iterator[Tensor]:
-        for name, (_, (heads, width)) in self.caches.items():
-            address = self.cache_address(name, call.first_slot)
-            yield name, address, (call.batch, heads, self.capacity, width)
+        for name, cache in self.caches.items():
+            shape = call.batch, cache.heads, self.capacity, cache.width
+            yield name, cache.slot_address(call.first_slot), shape
 
     def forward(
         self,
@@ -193,8 +202,8 @@ class DeviceEngine(ABC):
         assert not source, "no bundle for GPUs has an encoder"
 
     def clear(self, slot: int) -> None:
-        for name, size in self._slot_bytes.items():
-            self.cuda.zero(self.cache_address(name, slot), size, self.stream)
+        for cache in self.caches.values():
+            self.cuda.zero(cache.slot_address(slot), cache.slot_bytes, self.stream)
 
     def _call_error(self, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(

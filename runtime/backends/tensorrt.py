@@ -59,9 +59,8 @@ class TensorRtEngine(DeviceEngine):
                 ("logits_index", self._max_outputs),
             )
         }
-        self._runtime_cache: Any = (
-            None  # kernels that TensorRT-RTX compiled, shared by all contexts
-        )
+        # Kernels that TensorRT-RTX compiled, shared by all contexts.
+        self._runtime_cache: Any = None
         self._contexts: dict[object, Any] = {}  # by (graph, call); outside of graphs by profile
         self._capturing = False
 
@@ -146,9 +145,8 @@ class TensorRtEngine(DeviceEngine):
                 f"{self._library} refuses profile {profile}: {self._take_error()}",
                 "Build the bundle again.",
             )
-        self.cuda.wait_for_stream(
-            self.stream
-        )  # the switch may copy, from temporary memory of the library
+        # The switch may copy, from temporary memory of the library.
+        self.cuda.wait_for_stream(self.stream)
         return context
 
     def _load(self, path: Path) -> Any:

@@ -122,8 +122,9 @@ class Pool:
         after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
         """
         texts = [self._with_prompt(sequence) for sequence in sequences]
-        for slot in range(len(texts) if self._source else 0):  # the slots that they will get
-            self.engine.encode(slot, self._source)
+        if self._source:
+            for slot in range(len(texts)):  # the slots that they will get
+                self.engine.encode(slot, self._source)
         row = len(self.prompt) + first - 1  # of the first logits
         common_lengths = np.minimum([self._common_lengths(text) for text in texts], row)
         slots = self._assign_slots(common_lengths)

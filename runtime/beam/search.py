@@ -29,7 +29,7 @@ from ..files.errors import is_whole, out_of_range
 from ..files.manifest import GAMMA_LIMIT
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
-from ..sampling.warp import NO_TOKEN, broken_row_error, ids_within
+from ..sampling.warp import NO_TOKEN, broken_row_error, forbid_ids
 from .pool import Pool, PoolStats, Tokens
 
 NO_TOKEN_ADDED = -1  # in place of a token: the hypothesis stays as it is
@@ -132,7 +132,7 @@ def beam_search(
 
     def forbid(scores: npt.NDArray[Any], tokens: Tokens) -> None:
         if len(tokens) < min_new_tokens:
-            scores[ids_within([*end_ids], len(scores))] = -np.inf
+            forbid_ids(scores, [*end_ids])
         text = np.array([*prompt, *tokens], np.int64)
         for processor in processors:
             processor(scores, text, len(prompt))
@@ -176,7 +176,7 @@ def advance_beam(
     width: int,
     vocab_size: int,
     end_ids: Collection[int],
-    forbid: Forbid = lambda scores, tokens: None,
+    forbid: Forbid,
 ) -> list[Hypothesis]:
     """One step of beam search: at most `width` hypotheses, best first.
 

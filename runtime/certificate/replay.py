@@ -64,10 +64,8 @@ class TeacherForced:
         width: number of tokens per call; 1 is plain decoding. The rows end early if the model's
         context does.
         """
-        if (
-            self._engine.cached_rows.resume_position(self._slot, self._prompt_length)
-            != self._prompt_length
-        ):
+        held = self._engine.cached_rows.resume_position(self._slot, self._prompt_length)
+        if held != self._prompt_length:
             self._prefill_prompt()  # a recurrent state has advanced, with another text
         yield self._first_logits
         fed_count = min(len(text) - 1, self._max_fed)

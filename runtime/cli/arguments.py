@@ -287,7 +287,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     no_stream = no_text or args.baseline or args.beams
     files = ("prompt_file", "messages", "batch", "audio", "source_file")
     rules: list[tuple[object, str, str]] = [
-        *((getattr(args, name) == "", f"--{name.replace('_', '-')}: the file name is empty",
+        *((getattr(args, name) == "", f"--{flag(name)}: the file name is empty",
            "Name a file.")
           for name in files),
         (sum(getattr(args, name) == "-" for name in (*prompts, *SOURCES)) > 1,
@@ -358,20 +358,19 @@ def refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
 
 def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed if the text depends on one."""
+    if len(dict(args.logit_bias)) < len(args.logit_bias):
+        raise OutriderError("option", "--logit-bias names an id twice", "Name each id once.")
     given = {f.name: getattr(args, f.name) for f in fields(Options)}
+    given["logit_bias"] = tuple(args.logit_bias)
     if args.max_new_tokens is None:
         del given["max_new_tokens"]
     options = Options(**given)
-    if len(dict(args.logit_bias)) < len(args.logit_bias):
-        raise OutriderError("option", "--logit-bias names an id twice", "Name each id once.")
-    options = replace(options, logit_bias=tuple(args.logit_bias))
     options.check()
     if args.beams:
         more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
         name = unsupported_option(options, {name: getattr(args, name) for name in more})
         if name is not None:
-            name = "chat" if name == "conversation" else flag(name)
-            cause = f"--{name} has no meaning for a beam search"
+            cause = f"--{flag(name)} has no meaning for a beam search"
             raise OutriderError("option", cause, "Leave it or --beams out.")
     return options if args.batch else seeded(options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import count
 from typing import Any
@@ -29,7 +29,9 @@ TEXT_OPTIONS = (
     "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream", "pace",
     "color", "json", "logprobs", "baseline", "check",
 )  # fmt: skip
-IRREGULAR_FLAGS = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # irregular ones
+IRREGULAR_FLAGS = {
+    "chat": "no-chat-template", "conversation": "chat", "stop_token_ids": "stop-token-id",
+}  # fmt: skip
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -116,11 +118,10 @@ def transcribe(session: Session) -> None:
     write = _writer(args.format or "text", options["timestamps"])
     session.err.lines(report.notes([session.options]))
     begin = time.perf_counter()
-    with ExitStack() as stack:
-        # A terminal that shows the text as it comes needs no other progress.
-        shown = args.stats != "none" and not (out.is_terminal and args.format != "json")
-        name = " ".join(args.audio.split())[-34:]
-        stage_info = stack.enter_context(stage("audio", name)) if shown else Stage()
+    # A terminal that shows the text as it comes needs no other progress.
+    shown = args.stats != "none" and not (out.is_terminal and args.format != "json")
+    name = " ".join(args.audio.split())[-34:]
+    with stage("audio", name) if shown else nullcontext(Stage()) as stage_info:
 
         def show_window(seconds: float, duration: float, new: Sequence[Segment]) -> None:
             stage_info.phase = f"{_minutes_text(seconds)} of {_minutes_text(duration)}"

@@ -27,7 +27,7 @@ from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
 from .chat import converse
 from .output import Progress, Session, standard_streams
-from .prompts import batch_requests, error_at_line, prompt_from, source_from
+from .prompts import batch_requests, error_at_line, prompt_from, text_from
 
 WARM_UP_TOKENS = 16  # tokens generated with and without drafts before --baseline measures
 
@@ -37,21 +37,24 @@ def run(argv: Sequence[str] | None) -> int:
     args = parse(argv)
     data = args.json or args.batch or args.format not in (None, "text")
     out, err = standard_streams(json=bool(data))
-    args.source = source_from(args)
+    args.source = text_from(args.source, args.source_file)
     options = options_from(args)
-    if args.batch:
-        requests = batch_requests(args, options)
-        engine = _load(args, [request_options for _, _, request_options in requests])
-        _run_batch(Session(engine, args, options, out, err), requests)
-    elif args.audio:
+    prompt = prompt_from(args)
+    requests = batch_requests(args, options) if args.batch else []
+    if args.audio:
         check_file(args.audio)
-        transcribe(Session(_load(args, [options]), args, options, out, err))
+    all_options = [each for _, _, each in requests] or [options]
+    session = Session(_load(args, all_options), args, options, out, err)
+    if args.batch:
+        _run_batch(session, requests)
+    elif args.audio:
+        transcribe(session)
     elif args.conversation:
-        converse(Session(_load(args, [options]), args, options, out, err))
+        converse(session)
+    elif args.beams:
+        _run_beams(session, prompt)
     else:
-        prompt = prompt_from(args)
-        session = Session(_load(args, [options]), args, options, out, err)
-        (_run_beams if args.beams else _run_single)(session, prompt)
+        _run_single(session, prompt)
     return 0
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import RawIOBase
 from typing import TextIO
@@ -67,10 +67,8 @@ class Session:
     def show(self, stream: Stream) -> str:
         """Write the text as it comes (nothing with --no-stream); returns the text as displayed."""
         shown: list[str] = []
-        with ExitStack() as stack:
-            smooth = None
-            if self.args.pace == "smooth":
-                smooth = stack.enter_context(SmoothWriter(self.out.write))
+        smooth = SmoothWriter(self.out.write) if self.args.pace == "smooth" else None
+        with smooth or nullcontext():
             for event in stream:
                 pieces = [report.color(*p) if self.args.color else p[0] for p in event.pieces]
                 if smooth is not None:

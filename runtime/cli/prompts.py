@@ -16,11 +16,6 @@ from .arguments import seeded
 MAX_FILE_BYTES, MAX_BATCH_BYTES = 16 << 20, 256 << 20  # most bytes read; /dev/zero has no end
 
 
-def source_from(args: Namespace) -> str | None:
-    """The text of --source or --source-file; None without either. Raises "prompt"."""
-    return _text_from(args.source, args.source_file)
-
-
 def prompt_from(args: Namespace) -> Prompt | None:
     """The prompt of --prompt, --prompt-file or --messages; None without any.
 
@@ -29,10 +24,12 @@ def prompt_from(args: Namespace) -> Prompt | None:
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
         return _check_messages(_parse_json(text, name), args.system, name)
-    return _text_from(args.prompt, args.prompt_file)
+    return text_from(args.prompt, args.prompt_file)
 
 
-def _text_from(given: str | None, file: str | None) -> str | None:
+def text_from(given: str | None, file: str | None) -> str | None:
+    """A text that was given, or is in a file or standard input ("-"); None if there is neither.
+    Raises "prompt"."""
     if file is None and given != "-":
         return given
     return _read(file or "-").removesuffix("\n").removesuffix("\r")

@@ -1,4 +1,4 @@
-"""The kinds of draft, one line each. A host application adds its own with `register`."""
+"""The kinds of draft, one line each. A host application adds its own with `register_draft`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, type[Draft]] = {
 }
 
 
-def register(name: str, kind: type[Draft]) -> None:
+def register_draft(name: str, kind: type[Draft]) -> None:
     """Register a kind of draft, for draft=name and `--draft name`, in every bundle on the CPU.
     Raises OutriderError("option") if the name is taken, or if the kind is invalid or needs an
     unknown source."""

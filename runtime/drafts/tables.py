@@ -74,6 +74,8 @@ class RandomDraft(Draft):
 
 def _find_damage(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
     """Which arrays do not have the form that `Tables` documents; None if all do."""
+    if not pairs:
+        return "pairs"
     if unigram.dtype != np.float32 or unigram.ndim != 1 or not unigram.size:
         return "unigrams"
     if not np.isfinite(unigram).all():
@@ -83,9 +85,8 @@ def _find_damage(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | Non
         if kinds != [("int64", 1), ("int32", 1), ("int32", 1)]:
             return f"pairs at distance {distance}"
         size = len(tokens)
-        if (len(offsets), len(counts)) != (len(unigram) + 1, size) or (
-            [offsets[0], offsets[-1]] != [0, size] or (np.diff(offsets) < 0).any()
-        ):
+        fits = len(offsets) == len(unigram) + 1 and len(counts) == size
+        if not fits or offsets[0] != 0 or offsets[-1] != size or (np.diff(offsets) < 0).any():
             return f"offsets at distance {distance}"
         if (tokens < 0).any() or (tokens >= len(unigram)).any() or (counts < 1).any():
             return f"counts at distance {distance}"
@@ -179,7 +180,8 @@ class Tables:
                 "Create it with --tokenizer <the bundle>/tokenizer: see python -m export.ngram "
                 "--help.",
             )  # fmt: skip
-        if (damaged := _find_damage(unigram, pairs) if pairs else "pairs") is not None:
+        damaged = _find_damage(unigram, pairs)
+        if damaged is not None:
             cause = f"{path} is not a table: its {damaged} are damaged"
             raise OutriderError("option", cause, _REMEDY)
         # A model may have more rows than its tokenizer has ids; they get the lowest probability.

@@ -242,9 +242,8 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _report_failure(failure: OutriderError) -> int:
-    _print_stderr(
-        "error: " + " ".join(str(failure).splitlines())
-    )  # file names may contain newlines
+    line = " ".join(str(failure).splitlines())  # file names may contain newlines
+    _print_stderr(f"error: {line}")
     return failure.exit_status
 
 

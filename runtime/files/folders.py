@@ -54,9 +54,8 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     folder = _resolve_links(folder)
     refuse_foreign(folder, marker)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (
-        folder.with_name(f".{folder.name}.{what}-{os.getpid()}") for what in ("partial", "replaced")
-    )
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     _recover(folder)
     try:
         partial.mkdir()
@@ -83,11 +82,8 @@ def _recover(path: Path) -> None:
     """Clean up after processes that were killed while they wrote this folder or file."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*-*"):
         what, _, process = leftover.name.removeprefix(f".{path.name}.").partition("-")
-        if (
-            what not in ("partial", "replaced")
-            or not process.isdecimal()
-            or _is_running(int(process))
-        ):
+        ours = what in ("partial", "replaced") and process.isdecimal()
+        if not ours or _is_running(int(process)):
             continue
         if what == "replaced" and not path.exists():
             leftover.rename(path)

@@ -186,14 +186,18 @@ class GraphFacts:
         rows = self.capacity if rows is None else min(rows, self.capacity)
         if self.cache:
             return slots * rows * sum(heads * (width + SCALE_BYTES) for heads, width in shapes)
-        numbers = rows * sum(heads * width for heads, width in shapes)
-        if self.encoder:
-            shapes = [*self.encoder.key_shapes, *self.encoder.value_shapes]
-            numbers += (self.encoder.rows or rows) * sum(heads * width for heads, width in shapes)
-        if self.states:
-            row = sum(heads * width for heads, width in self.states.shapes)
-            numbers += self.states.rows * row
+        numbers = rows * _row_numbers(shapes)
+        if (encoder := self.encoder) is not None:
+            shapes = [*encoder.key_shapes, *encoder.value_shapes]
+            numbers += (encoder.rows or rows) * _row_numbers(shapes)
+        if self.states is not None:
+            numbers += self.states.rows * _row_numbers(self.states.shapes)
         return slots * numbers * (4 if self.dtype == "float32" else 2)
+
+
+def _row_numbers(shapes: list[RowShape]) -> int:
+    """How many numbers the rows of these shapes have together."""
+    return sum(heads * width for heads, width in shapes)
 
 
 @dataclass(frozen=True)
@@ -350,7 +354,7 @@ class EngineFacts:
     @property
     def compiled_files(self) -> list[str]:
         """The compiled files, which the graphs folder does not have."""
-        return [self.file, *([self.encoder] if self.encoder else [])]
+        return [self.file] if self.encoder is None else [self.file, self.encoder]
 
 
 @dataclass(frozen=True)
@@ -472,28 +476,27 @@ class Manifest:
         chips = ",".join(sorted(gpus, key=int))
         if self.backend == "aotinductor" and not targets:
             chips = "cpu"
-        variables = {
+        # By default, a checkpoint that is already quantised keeps its quantisation.
+        weights = {role: facts.weights or "full" for role, facts in pair.models()}
+        draft_weights = weights.get("draft", weights["target"])
+        variables = {  # those that are None are left out
             "MODEL": f"<{pair.target.source}>",
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
-            # By default, a checkpoint that is already quantised keeps its quantisation.
-            "WEIGHTS": pair.target.weights or "full",
-            **({"BITS": f"{pair.target.bits:g}"} if pair.target.bits else {}),
-            **(
-                {"DRAFT_WEIGHTS": pair.draft.weights or "full"}
-                if pair.draft and pair.draft.weights != pair.target.weights
-                else {}
-            ),
-            **({"CACHE": pair.target.cache} if pair.target.cache else {}),
-            **({"SM": chips} if chips else {}),
-            **({"OPT_LEVEL": level} if level is not None else {}),
+            "WEIGHTS": weights["target"],
+            "BITS": f"{pair.target.bits:g}" if pair.target.bits else None,
+            "DRAFT_WEIGHTS": None if draft_weights == weights["target"] else draft_weights,
+            "CACHE": pair.target.cache,
+            "SM": chips or None,
+            "OPT_LEVEL": level,
             "MAX_LEN": pair.max_len,
             "MAX_GAMMA": pair.max_gamma,
             "SLOTS": self.slots,
             "OUT": out,
         }
-        return "make engines " + " ".join(f"{name}={value}" for name, value in variables.items())
+        given = (f"{name}={value}" for name, value in variables.items() if value is not None)
+        return "make engines " + " ".join(given)
 
 
 def file_facts(path: Path) -> FileFacts:

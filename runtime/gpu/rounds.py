@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -40,7 +40,7 @@ class InFlight:
     gammas: dict[ActiveSequence, int]
     memory: npt.NDArray[np.uint8]
     event: Any
-    readers: set[ActiveSequence] = field(default_factory=set)
+    readers: set[ActiveSequence]
     results: Any = None  # see `memory.results_dtype`; set once they have arrived
     timed: bool = False
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..files.errors import attribute_errors_to
 from .distribution import FloatRow
-from .warp import SamplingParams, TokenIds, check_row, edit_scores, ids_within
+from .warp import SamplingParams, TokenIds, check_row, edit_scores, forbid_ids
 
 Ids = npt.NDArray[np.int64]
 
@@ -41,22 +41,17 @@ class LogitsProcessor(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
 class SuppressTokens:
     """Forbids these tokens, and those in `at_begin` as the first token of the output: Transformers'
     `suppress_tokens` and `begin_suppress_tokens`. Ids beyond the row are ignored."""
 
-    tokens: Sequence[int]
-    at_begin: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "at_begin"):
-            object.__setattr__(self, name, np.array(getattr(self, name), np.int64))
+    def __init__(self, tokens: Sequence[int], at_begin: Sequence[int] = ()):
+        self._tokens, self._at_begin = np.array(tokens, np.int64), np.array(at_begin, np.int64)
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        scores[ids_within(self.tokens, len(scores))] = -np.inf
+        forbid_ids(scores, self._tokens)
         if len(text) == output_start:
-            scores[ids_within(self.at_begin, len(scores))] = -np.inf
+            forbid_ids(scores, self._at_begin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +68,7 @@ class NoRepeatNgram:
         if begin >= 0 and len(searched) >= self.size:
             ngrams = np.lib.stride_tricks.sliding_window_view(searched, self.size)
             matches = (ngrams[:, :-1] == text[begin:]).all(axis=1)
-            scores[ids_within(ngrams[matches, -1], len(scores))] = -np.inf
+            forbid_ids(scores, ngrams[matches, -1])
 
 
 class BadWords:
@@ -87,10 +82,11 @@ class BadWords:
                 self._longer_words.setdefault(word[-2], []).append(list(word))
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        scores[ids_within(self._single_tokens, len(scores))] = -np.inf
-        for *before, last in self._longer_words.get(int(text[-1]), ()) if len(text) else ():
+        forbid_ids(scores, self._single_tokens)
+        words = self._longer_words.get(int(text[-1]), []) if len(text) else []
+        for *before, last in words:
             if text[-len(before) :].tolist() == before:
-                scores[ids_within([last], len(scores))] = -np.inf
+                forbid_ids(scores, [last])
 
 
 @dataclass(frozen=True)

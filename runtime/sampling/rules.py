@@ -70,7 +70,7 @@ def verify_token(
     drafts: Sequence[int],
     accept_u: Uniforms,
     final_u: float,
-    lenience: float = 1.0,
+    lenience: float,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1; lenience: appendix A.5).
 

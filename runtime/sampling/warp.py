@@ -202,11 +202,11 @@ def edit_scores(
     """Apply to the row, in place, all that `warp` does before the temperature. Returns the row."""
     if params.logit_bias:
         tokens, biases = zip(*params.logit_bias, strict=True)
-        inside = len(ids_within(tokens, len(scores)))  # in order of id
+        inside = len(_ids_within(tokens, len(scores)))  # in order of id
         scores[list(tokens[:inside])] += np.array(biases[:inside], np.float32)
     if params.reads_context and len(context) > 0:
         _penalise(scores, params, context, output_start)
-    scores[ids_within(suppress, len(scores))] = -np.inf
+    forbid_ids(scores, suppress)
     return scores
 
 
@@ -214,12 +214,12 @@ def _penalise(
     scores: FloatRow, params: SamplingParams, context: TokenIds, output_start: int
 ) -> None:
     if params.repetition_penalty != 1:
-        seen = ids_within(context, len(scores))
+        seen = _ids_within(context, len(scores))
         values = scores[seen]
         penalty = np.float32(params.repetition_penalty)
         scores[seen] = np.where(values < 0, values * penalty, values / penalty)
     if params.frequency_penalty or params.presence_penalty:
-        output = ids_within(context[output_start:], len(scores))
+        output = _ids_within(context[output_start:], len(scores))
         tokens, counts = np.unique(output, return_counts=True)
         frequency = np.float32(params.frequency_penalty) * counts.astype(np.float32)
         scores[tokens] -= frequency + np.float32(params.presence_penalty)
@@ -257,10 +257,15 @@ def broken_row_error(where: str, what: str) -> OutriderError:
     )
 
 
-def ids_within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
+def _ids_within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
     """The ids that are inside a row of this width."""
     array = np.asarray(ids, dtype=np.intp)
     return array[(array >= 0) & (array < width)]
+
+
+def forbid_ids(scores: FloatRow, ids: TokenIds) -> None:
+    """Set the scores of these ids to -inf, in place. Ids beyond the row are ignored."""
+    scores[_ids_within(ids, len(scores))] = -np.inf
 
 
 def _keep_nucleus(weights: FloatRow, scores: FloatRow, params: SamplingParams) -> None:

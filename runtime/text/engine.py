@@ -24,7 +24,7 @@ from ..slots import Slot
 from ..stats import Stats
 from .options import Options, Prompt
 from .requests import make_request
-from .results import Result, Transcript
+from .results import Result
 from .shared_rounds import RoundSharer
 from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
 from .speech import Transcription, WindowCallback, transcribe
@@ -108,7 +108,7 @@ class TextEngine:
     ) -> Stream:
         """Generate the text round by round, one event each; see `Stream`. Arguments as for
         `generate`."""
-        return Stream(self, *self.prepare(prompt, _merge_options(options, more)))
+        return Stream(self, *make_request(self, prompt, _merge_options(options, more)))
 
     def batch(
         self,
@@ -162,14 +162,10 @@ class TextEngine:
 
     # The steps of a request, called by `Stream` and `Batch`
 
-    def prepare(self, prompt: Prompt | None, options: Options) -> tuple[Request, Transcript]:
-        """Make the `Request`, and refuse what cannot be run. Raises what `generate` raises."""
-        return make_request(self, prompt, options)
-
     def request(self, prompt: Prompt | None, options: Options) -> Request:
         """The request as it would be run: token ids, and options with their defaults filled in.
         Raises what `generate` raises."""
-        return self.prepare(prompt, options)[0]
+        return make_request(self, prompt, options)[0]
 
     def admit(self, caller: Caller, request: Request) -> ActiveSequence:
         """Wait for a slot and start the request in it. Raises "busy", and what `Decoder.admit`

@@ -142,7 +142,7 @@ class Options:
             (self.chat is False and self.system is not None,
              "a system message needs the chat template",
              "Put it into the prompt itself, or use the chat template."),
-            (self.gamma == 0 if drafted else self.draft and self.gamma,
+            ((drafted and self.gamma == 0) or (self.draft == "none" and self.gamma),
              f"draft={self.draft} contradicts gamma={self.gamma}", "Leave one of them out."),
         ])  # fmt: skip
         if self.gamma == 0 or self.draft == "none":
@@ -182,9 +182,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    what = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return lambda value: isinstance(value, str) and value in names, what
+def _is_ids(value: Any) -> bool:
+    return _is_list_of(value, _integer_from(0))
+
+
+def _either(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_text(value) and value in names, " or ".join(names)
 
 
 _NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
@@ -197,35 +200,31 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "no_repeat_ngram_size": _FROM_0,
     "encoder_no_repeat_ngram_size": _FROM_0,
     "bad_words_ids": (
-        lambda value: _is_list_of(
-            value, lambda word: _is_list_of(word, _integer_from(0)) and len(word) > 0
-        ),
+        lambda value: _is_list_of(value, lambda word: _is_ids(word) and len(word) > 0),
         "a list of lists of token ids, none of them empty",
     ),
     "seed": _FROM_0,
     "gamma": (
-        lambda value: (
-            _integer_from(0)(value) or (isinstance(value, str) and value in get_args(GammaName))
-        ),
+        lambda value: _integer_from(0)(value) or (_is_text(value) and value in get_args(GammaName)),
         "an integer >= 0, auto or transformers",
     ),
-    "fallback": _one_of("auto", "off"),
+    "fallback": _either("auto", "off"),
     "draft_temperature": _NUMBER,
     "draft_threshold": _NUMBER,
     "stop": (
         lambda value: _is_list_of(
-            [value] if _is_text(value) else value, lambda t: t and _is_text(t)
+            [value] if _is_text(value) else value, lambda text: _is_text(text) and text != ""
         ),
         "a string or a list of strings, none of them empty",
     ),
-    "stop_token_ids": (lambda value: _is_list_of(value, _integer_from(0)), "a list of token ids"),
+    "stop_token_ids": (_is_ids, "a list of token ids"),
     "ignore_eos": _FLAG,
     "logprobs": _FROM_0,
     "chat": _FLAG,
     "system": (_is_text, "a string"),
-    "special_tokens": _one_of("control", "text"),
+    "special_tokens": _either("control", "text"),
     "source": (
-        lambda value: isinstance(value, str | np.ndarray) or _is_list_of(value, _integer_from(0)),
+        lambda value: isinstance(value, str | np.ndarray) or _is_ids(value),
         "a string, a list of token ids or an array of features",
     ),
     "processors": (lambda value: _is_list_of(value, callable), "a list of functions"),

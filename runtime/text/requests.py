@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def make_request(
     engine: TextEngine, prompt: Prompt | None, options: Options
 ) -> tuple[Request, Transcript]:
-    """See `TextEngine.prepare`."""
+    """The `Request` as it would be run, and its `Transcript`. Raises what `generate` raises."""
     options.check()
     options = options.seeded()
     decoder, pair, tokenizer = engine.decoder, engine.manifest.pair, engine.tokenizer
@@ -268,20 +268,24 @@ def text_rules(
 ) -> tuple[int, tuple[LogitsProcessor, ...]]:
     """The minimum number of new tokens, and the logits processors, from the options, or for options
     not given from the target's generation config."""
-    config_rules, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
-    values = {
-        name: getattr(config_rules, name) if (value := getattr(options, name)) is None else value
-        for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids")
-    }
+    config_rules, audio = pair.rules or TextRules(), pair.audio
+
+    def value(name: str) -> Any:
+        given = getattr(options, name)
+        return getattr(config_rules, name) if given is None else given
+
     found: list[LogitsProcessor] = []
-    if size := values["no_repeat_ngram_size"]:
+    if size := value("no_repeat_ngram_size"):
         found.append(NoRepeatNgram(size))
-    if size := values["encoder_no_repeat_ngram_size"]:
+    if size := value("encoder_no_repeat_ngram_size"):
         # A decoder-only model's source is its prompt, as in Transformers.
         found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
-    # As in Transformers, end-of-text is never a bad word.
-    words = () if values["bad_words_ids"] is None else values["bad_words_ids"]
-    if words := [list(w) for w in words if list(w) not in [[end] for end in ends]]:
+    words = value("bad_words_ids")
+    if words is not None:
+        # As in Transformers, end-of-text is never a bad word.
+        ends = [[end] for end in pair.tokenizer.eos_token_ids]
+        words = [word for word in map(list, words) if word not in ends]
+    if words:
         found.append(BadWords(words))
     min_new_tokens = options.min_new_tokens
     if min_new_tokens is None:

@@ -107,8 +107,6 @@ class Transcript:
         return Result(self.text, tokens, reason, self.stopped_by, self.seed, stats, error)
 
     def _flush(self) -> str:
-        """The text held back, if the text ended other than by a stop string in it."""
-        if isinstance(self.stopped_by, str) and self.stopped_by not in self._special.values():
-            return ""
-        piece, match = self._stops.push(self._detokenizer.flush())
-        return piece if match is not None else piece + self._stops.flush()
+        """The text held back; none once a stop string has been found."""
+        piece, _ = self._stops.push(self._detokenizer.flush())
+        return piece + self._stops.flush()

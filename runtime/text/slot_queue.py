@@ -133,7 +133,10 @@ class SlotQueue:
         self._waiting[caller] = (slots, threading.get_ident())
         changed, collected, uses = True, False, 0
         try:
-            while not ((first := self._first() is caller) and self._try_grant(caller, slots)):
+            while True:
+                first = self._first() is caller
+                if first and self._try_grant(caller, slots):
+                    return
                 if first and not changed and not collected and uses == self._total_uses():
                     # A caller that is kept alive only by a reference cycle, such as that of a
                     # stored traceback, would hold its slots until the next garbage collection.

@@ -19,7 +19,7 @@ from ..sampling.processors import LogitsProcessor
 from ..sequence import Token
 from ..stats import Stats
 from .options import Options
-from .requests import read_source
+from .requests import make_request, read_source
 
 if TYPE_CHECKING:
     from .engine import TextEngine
@@ -80,7 +80,7 @@ def transcribe(
     window = np.zeros((features.feature_size, features.frames), np.float32)
     for temperature in speech.temperatures:  # check all: later ones may never be reached
         window_options = replace(base_options, source=window, temperature=temperature)
-        engine.prepare([facts.decoder_start_token_id], window_options)
+        make_request(engine, [facts.decoder_start_token_id], window_options)
     stats = Stats(requests=0)
 
     def max_new_tokens_after(prompt: int) -> int:
@@ -112,9 +112,8 @@ def transcribe(
         source = read_source(Options(source=window), pair, engine.tokenizer)
         with engine.exclusive_slot(prompt, source) as slot:
             target = engine.decoder.target
-            target.encode(
-                slot.index, source
-            )  # kept for `decode_window`, which reads the same window
+            # Kept for `decode_window`, which reads the same window.
+            target.encode(slot.index, source)
             return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
 
     transcriber = Transcriber(

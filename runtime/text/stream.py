@@ -13,6 +13,7 @@ from ..files.errors import PER_REQUEST_KINDS, OutriderError
 from ..sequence import ActiveSequence, Request
 from ..stats import Stats
 from .options import Options
+from .requests import make_request
 from .results import Event, Result, Transcript
 from .slot_queue import Caller, Cancelled
 
@@ -174,7 +175,7 @@ class Batch(RunningRequests[tuple[int, Result]]):
             if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
                 prompt, options = given
             try:
-                request, transcript = self._engine.prepare(prompt, options)
+                request, transcript = make_request(self._engine, prompt, options)
                 sequence = self._engine.enter(request)
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:

@@ -46,11 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    bundle_options, formula_options = (
-        ("prompt", "temperature", "tokens"),
-        ("alpha", "cost", "max_gamma"),
-    )
-    unused, preposition = (formula_options, "with") if args.engines else (bundle_options, "without")
+    unused, preposition = ("prompt", "temperature", "tokens"), "without"
+    if args.engines:
+        unused, preposition = ("alpha", "cost", "max_gamma"), "with"
     refuse_first([
         (not args.engines and None in (args.alpha, args.cost),
          "--alpha and --cost, or --engines, are required", "See --help."),
@@ -73,8 +71,9 @@ def _main(args: argparse.Namespace) -> int:
             f"alpha={args.alpha}, cost={args.cost}, max-gamma={limit}: one of them is out of range",
             f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MAX_GAMMA}, and a finite cost >= 0.",
         )
-    print(table(args.alpha, args.cost, None, range(1, limit + 1)))
-    gamma, gain = best_gamma(args.alpha, args.cost, max_gamma=limit)
+    verify = [1.0] * (limit + 1)  # a verification costs as much as a plain step
+    print(table(args.alpha, args.cost, verify))
+    gamma, gain = best_gamma(args.alpha, args.cost, verify)
     print(f"best   gamma {gamma}: {gain:.2f}x" if gamma else "best   plain decoding, --gamma 0")
     print(f"bound  {oracle(args.alpha, args.cost):.2f}x, if gamma were chosen by an oracle")
     return 0

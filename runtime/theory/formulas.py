@@ -31,17 +31,15 @@ def operations(alpha: float, gamma: float, cost: float) -> float:
 
 
 def best_gamma(
-    alpha: float, cost: float, verify: Sequence[float] | None = None, max_gamma: int = MAX_GAMMA
+    alpha: float, cost: float, verify: Sequence[float] = (1.0,) * (MAX_GAMMA + 1)
 ) -> tuple[int, float]:
-    """The gamma up to `max_gamma` with the largest speedup, and that speedup; 0, 1 if none gains.
+    """The gamma with the largest speedup, and that speedup; 0, 1 if none gains. Section 3.5.
 
-    verify[gamma]: cost of the verification of gamma + 1 tokens; None takes 1 for all. Section 3.5.
+    verify[gamma]: cost of the verification of gamma + 1 tokens, for gamma 0 to the largest allowed.
     """
-    if verify is not None:
-        max_gamma = min(max_gamma, len(verify) - 1)
     best = (0, 1.0)
-    for gamma in range(1, max_gamma + 1):
-        gain = speedup(alpha, gamma, cost, verify[gamma] if verify is not None else 1.0)
+    for gamma in range(1, len(verify)):
+        gain = speedup(alpha, gamma, cost, verify[gamma])
         if gain > best[1]:
             best = (gamma, gain)
     return best
@@ -61,14 +59,14 @@ def break_even(overhead: float, gain: float) -> float:
     return overhead / (1 - 1 / gain) if gain > 1 else float("inf")
 
 
-def table(alpha: float, cost: float, verify: Sequence[float] | None, gammas: Sequence[int]) -> str:
-    """A line for each gamma: tokens per round, speedup, operations."""
+def table(alpha: float, cost: float, verify: Sequence[float]) -> str:
+    """A line for each gamma above 0: tokens per round, speedup, operations. verify: as in
+    `best_gamma`."""
     lines = ["gamma  tokens a round  speedup  operations (c^ = c)"]
-    for gamma in gammas:
-        width = verify[gamma] if verify is not None else 1.0
+    for gamma in range(1, len(verify)):
         lines.append(
             f"{gamma:>5}  {expected_tokens(alpha, gamma):>14.2f}  "
-            f"{speedup(alpha, gamma, cost, width):>6.2f}x  "
+            f"{speedup(alpha, gamma, cost, verify[gamma]):>6.2f}x  "
             f"{operations(alpha, gamma, cost):>9.2f}x"
         )
     return "\n".join(lines)

@@ -103,7 +103,7 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
 def format_report(findings: Findings, prompts: int, temperature: float, tokens: int) -> str:
     """The report in words: the findings on so many prompts, and which gamma to use."""
     alpha, cost, verify = findings.alpha, findings.costs.draft, findings.costs.verify
-    head, *rows = table(alpha, cost, verify, list(findings.measured)).splitlines()
+    head, *rows = table(alpha, cost, verify).splitlines()
     lines = [
         f"measured on {prompts} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",

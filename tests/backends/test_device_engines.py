@@ -172,10 +172,11 @@ def test_the_logits_of_the_host(on_device: OnDevice) -> None:
 
 def test_control_a_cache_at_the_wrong_place_shows(on_device: OnDevice) -> None:
     engine = on_device.engine()
-    address, calls = engine.cache_address, count()
+    tensors, calls = engine.cache_tensors, count()
     spare = {name: engine.cuda.allocate(1 << 20) for name in engine.caches}
-    engine.cache_address = lambda name, first_slot: (
-        spare[name] if next(calls) % 7 == 3 else address(name, first_slot)
+    engine.cache_tensors = lambda call: (
+        (name, spare[name] if next(calls) % 7 == 3 else address, shape)
+        for name, address, shape in tensors(call)
     )
     assert not same_logits(on_device, engine)
 

@@ -65,8 +65,9 @@ class Bench:
             EngineFacts("", path.name, ["sm90"], PROFILES),
             slots=slots, max_outputs=GAMMA + 1,
         )  # fmt: skip
-        self.library.cache_of[made._engine] = made.caches["key_0"][0]
-        self.library.stride = made.cache_address("key_0", 1) - made.cache_address("key_0", 0)
+        cache = made.caches["key_0"]
+        self.library.cache_of[made._engine] = cache.address
+        self.library.stride = cache.slot_bytes
         made.chunk = fake.chunk
         return made
 

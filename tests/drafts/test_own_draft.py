@@ -63,10 +63,10 @@ def test_the_command_line_knows_it() -> None:
 
 
 def test_a_name_has_one_meaning() -> None:
-    registry.register("phrases", Phrases)
+    registry.register_draft("phrases", Phrases)
     for name in ("phrases", "model", "none"):
         with pytest.raises(OutriderError, match="already exists"):
-            registry.register(name, Liar)
+            registry.register_draft(name, Liar)
 
 
 @on_host
@@ -94,5 +94,5 @@ def test_a_kind_that_needs_what_there_never_is() -> None:
         needs = ("korpus",)
 
     with pytest.raises(OutriderError, match="needs 'korpus'"):
-        registry.register("typo", Typo)
+        registry.register_draft("typo", Typo)
     assert "typo" not in registry.KINDS

@@ -42,7 +42,8 @@ def test_numpy_numbers_are_numbers(engine, kind):
     [
         {"max_new_tokens": 6.5}, {"max_new_tokens": None}, {"max_new_tokens": True},
         {"min_new_tokens": 1.5}, {"stop": None}, {"stop": [1]}, {"stop": ["a", ""]},
-        {"stop_token_ids": None}, {"stop_token_ids": [10**9]}, {"ignore_eos": None},
+        {"stop": [np.array([1, 2])]}, {"stop_token_ids": None}, {"stop_token_ids": [10**9]},
+        {"ignore_eos": None},
         {"temperature": None}, {"system": 7}, {"special_tokens": "none"}, {"draft": ["model"]},
         {"draft": "ngram", "gamma": 0}, {"gamma": "often"}, {"gamma": "auto", "fallback": "on"},
         {"logprobs": -1}, {"gamma": 0, "lenience": 0.5}, {"gamma": 0, "verify": "block"},

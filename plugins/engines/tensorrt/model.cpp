@@ -182,7 +182,7 @@ void TensorRtModel::check_free_memory(int64_t need) const {
     fail(OUTRIDER_FAILED_MEMORY,
          "a model needs " + std::to_string(need >> 20) + " MiB of the GPU's memory, and " +
              std::to_string(free >> 20) + " are free",
-         "Use fewer slots, build with a smaller MAX_LEN, or free its memory");
+         MEMORY_REMEDY);
 }
 
 TensorRtModel::Inputs TensorRtModel::allocate_inputs(int64_t count) {
