@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from runtime.costs import RoundCosts
-from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
 
 from .clock import Sample, median_time
@@ -71,11 +70,6 @@ def predicted_speedup(alpha: float, gammas: Iterable[float], costs: RoundCosts) 
     every = list(gammas)
     spent = sum(g * costs.draft + verify_cost(costs, g) for g in every)
     return sum(expected_tokens(alpha, g) for g in every) / spent
-
-
-def total_stats(texts: Iterable[Run]) -> Stats:
-    """The counts and times of several texts."""
-    return Stats.total(text.stats for text in texts)
 
 
 # Bytes
