@@ -30,7 +30,7 @@ class Arrivals:
     """Collects the tokens of a request's texts as they arrive. Times count from its
     construction."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int) -> None:
         self.texts = [Text() for _ in range(count)]
         self._lost, self._begin = lost_seconds(), time.perf_counter()
 
