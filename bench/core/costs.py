@@ -46,12 +46,16 @@ def costs_from_rounds(plain: Sequence[Run], texts: Sequence[Run], max_gamma: int
     over rounds. Widths with too few rounds are ignored.
     """
     rests: dict[int, list[float]] = defaultdict(list)
-    for x in (x for text in texts for x in text.rounds):
-        rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
-    rests[0] = [statistics.median(x.seconds for text in plain for x in text.rounds)] * MIN_ROUNDS
+    for text in texts:
+        for x in text.rounds:
+            rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
+    seen = {
+        gamma: statistics.median(times)
+        for gamma, times in rests.items()
+        if len(times) >= MIN_ROUNDS
+    }
+    seen[0] = statistics.median(x.seconds for text in plain for x in text.rounds)
     drafts = [text.stats.time_draft / text.stats.drafted for text in texts if text.stats.drafted]
-    few = min(MIN_ROUNDS, max(map(len, rests.values())))
-    seen = {k: statistics.median(times) for k, times in rests.items() if len(times) >= few}
     return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, max_gamma)
 
 
