@@ -67,12 +67,7 @@ def convert_checkpoint(folder: Path, checkpoint: Path, module: str, *arguments: 
 
     The conversion runs in a separate process, so that its memory does not count as the system's.
     """
-
-    def convert() -> None:
-        if error := run_module(module, *arguments):
-            raise RuntimeError(f"{module} cannot convert the checkpoint: {error}")
-
-    return cached_folder(folder, [checkpoint], convert)
+    return cached_folder(folder, [checkpoint], lambda: run_module(module, *arguments))
 
 
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
