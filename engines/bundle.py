@@ -176,7 +176,7 @@ def _take_ownership(graphs: Path, out: Path, manifest: Manifest) -> None:
 def check_backend(
     backend: str,
     dtype: str,
-    sm: str = "",
+    sm: str,
     level: int | None = None,
     weights: Sequence[str] = (),
     cache: str | None = None,
@@ -222,7 +222,7 @@ def check_backend(
     return builder.targets(sm, dtype, weights)
 
 
-def supported_features(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
+def supported_features(backend: str, dtype: str, sm: str) -> tuple[str, ...]:
     """What the backend supports, for the export: its kinds of weights in this precision, and
     whether it runs encoder-decoders and recurrent states, which no backend does on a GPU."""
     builder = find_backend(backend)

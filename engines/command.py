@@ -6,10 +6,11 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 from runtime.files.errors import CommandParser, OutriderError
 from runtime.files.folders import check_writable
-from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, read_bundle, read_pair
+from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, Cache, read_bundle, read_pair
 from runtime.files.progress import size_text
 
 from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, supported_features
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--cache-type",
-        choices=["full", "int8"],
+        choices=["full", *get_args(Cache)],
         help="with --supports, also check this type of the keys and values",
     )
     add(
@@ -78,6 +79,8 @@ def run(argv: list[str] | None) -> int:
         )
     if arguments.supports:
         dtype, *weights = arguments.supports
+        if len(weights) > 2:
+            parser().error(f"--supports: unexpected {' '.join(weights[2:])}")
         cache = None if arguments.cache_type == "full" else arguments.cache_type
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
 from runtime.files.errors import CommandParser, defer_interrupts, positive_int, run_command
-from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
+from runtime.files.manifest import (
+    ENCODER_DECODERS,
+    RECURRENT_STATES,
+    Cache,
+    Dtype,
+    Format,
+    Weights,
+)
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -24,7 +32,7 @@ examples:
 A model whose checkpoint, options and exporter have not changed is taken from the cache.
 """
 
-WEIGHTS = ["full", "int8", "int4", "fp8"]
+WEIGHTS = ["full", *get_args(Weights)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         default="float32",
-        choices=["float32", "float16", "bfloat16"],
+        choices=get_args(Dtype),
         help="precision of activations, cache and unquantised weights (default: float32, the "
         "right choice for CPUs)",
     )
@@ -84,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--cache-type",
-        choices=["full", "int8"],
+        choices=["full", *get_args(Cache)],
         default="full",
         help="precision of keys and values: int8 for cheaper attention over long texts (ONNX "
         "Runtime on the CPU only), or full for that of --dtype (default: full)",
@@ -112,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         "--format",
         dest="form",
         default="onnx",
-        choices=["onnx", "torch"],
+        choices=get_args(Format),
         help="format of the graphs: torch for --backend aotinductor, onnx for all others (default: "
         "onnx)",
     )

@@ -33,10 +33,7 @@ from .formats.packed import Packed, unsupported
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
-_HUB_DUPLICATES = [
-    "consolidated*",
-    "original/*",
-]  # further copies of the weights, in another layout
+_HUB_DUPLICATES = ["consolidated*", "original/*"]  # of the weights, in another layout
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _READERS = {  # by quant_method
     "gptq": gptq.packed,
@@ -189,12 +186,6 @@ def _load_config(name: str, path: Path) -> PretrainedConfig:
         config.get_text_config(decoder=True)
     except OutriderError:
         raise
-    except OSError as error:
-        raise OutriderError(
-            "checkpoint",
-            f"{name}/config.json cannot be read: {first_line(error)}",
-            "Download the checkpoint again.",
-        ) from None
     except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
         raise OutriderError(
             "architecture",

@@ -407,7 +407,7 @@ class _Program:
         ]
 
     def encode_sources(self, sources: Sequence[npt.NDArray[Any]]) -> None:
-        """As `_Graph.read`."""
+        """As `_Graph.encode_sources`."""
         program = read_program(self._folder, encoder=True)
         encoder, ((encoder_input,), _) = program.module(), program.example_inputs
         with torch.no_grad():

@@ -20,6 +20,7 @@ from runtime.files.errors import (
     run_command,
 )
 from runtime.files.folders import replacing
+from runtime.files.progress import stage
 from runtime.files.texts import read_text
 
 if TYPE_CHECKING:
@@ -57,27 +58,22 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
         raise OutriderError("checkpoint", cause, remedy) from None
     vocabulary = tokenizer.get_vocab()
     ids: list[int] = []
-    for path in texts:
-        text = read_text(path, str(path))
-        start = 0
-        while start < len(text):
-            # Cut at the end of a line, so that few tokens are split in two.
-            end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-            ids += tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
-            start = end
-            _progress(f"{path.name}: {min(start, len(text)) / len(text):.0%}, {len(ids):,} tokens")
-    _progress("")
-    if len(ids) <= distances:
-        raise OutriderError("option", f"the texts have only {len(ids)} tokens", "Give more text.")
-    tables = Tables.count(np.array(ids, np.int32), max(vocabulary.values()) + 1, distances)
+    with stage("table", "count tokens") as progress:
+        for path in texts:
+            text = read_text(path, str(path))
+            start = 0
+            while start < len(text):
+                # Cut at the end of a line, so that few tokens are split in two.
+                end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+                ids += tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+                start = end
+                progress.phase = f"{min(start, len(text)) / len(text):.0%} of {path.name}"
+        if len(ids) <= distances:
+            cause = f"the texts have only {len(ids)} tokens"
+            raise OutriderError("option", cause, "Give more text.")
+        tables = Tables.count(np.array(ids, np.int32), max(vocabulary.values()) + 1, distances)
     tables.tokenizer = fingerprint(vocabulary)
     return tables, len(ids)
-
-
-def _progress(text: str) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr.write(f"\r{text}\x1b[K")
-        sys.stderr.flush()
 
 
 def _check_place(path: Path) -> None:

@@ -34,6 +34,7 @@ from runtime.files.texts import read_text
 
 from . import part, vocabulary
 from .checkpoint import Checkpoint, find, has_same_encoder
+from .formats.packed import Packed
 from .loading import check_length
 from .weights.blocks import recover
 
@@ -129,7 +130,7 @@ def _choose_weights(options: ExportOptions, models: Models) -> dict[str, str]:
     """Choose each model's kind of weights. Raises OutriderError "option", "backend"."""
     target, text, is_self_draft = models["target"], options.text, options.draft == "self"
     named = "" if options.bits is None else f"BITS={options.bits:g}"
-    kinds = {"target": options.weights or _default_weights(target, "WEIGHTS")}
+    kinds = {"target": options.weights or _default_weights(target)}
     if "draft" in models:
         kinds["draft"] = options.draft_weights or ("int4" if is_self_draft else kinds["target"])
     refuse_first([
@@ -338,28 +339,27 @@ def _check_weights(options: ExportOptions, option: str, kind: str, instead: str)
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
 
 
-def _default_weights(checkpoint: Checkpoint, option: str) -> str:
+def _default_weights(target: Checkpoint) -> str:
     """The default kind of weights: "full", or for a quantised checkpoint the smallest that loses
     next to nothing. That is 4 bits only if they can hold its levels, otherwise 8."""
-    packed = checkpoint.packed
+    packed = target.packed
     if packed is None or packed.bits not in (4, 8):
         return "full"
-    if packed.bits == 8 or _fits_4_bits(checkpoint):
+    if packed.bits == 8 or _fits_4_bits(packed, target.vocab_size):
         return f"int{packed.bits}"
     note(
-        f"{checkpoint.source}: blocks of 32 4-bit weights without zero points cannot hold its "
-        f"levels, so {option} is int8; int4 is smaller, but quantises the weights anew"
+        f"{target.source}: blocks of 32 4-bit weights without zero points cannot hold its levels, "
+        "so WEIGHTS is int8; int4 is smaller, but quantises the weights anew"
     )
     return "int8"
 
 
-def _fits_4_bits(checkpoint: Checkpoint) -> bool:
+def _fits_4_bits(packed: Packed, vocab_size: int) -> bool:
     """Whether 4-bit blocks exactly hold at least half of a sample of the layers' matrices."""
-    assert checkpoint.packed is not None
     matrices = [
         tensor
-        for tensor in checkpoint.packed.tensors().values()
-        if len(tensor.shape) == 2 and tensor.shape[0] != checkpoint.vocab_size
+        for tensor in packed.tensors().values()
+        if len(tensor.shape) == 2 and tensor.shape[0] != vocab_size
     ]
     sample = matrices[:: -(-len(matrices) // SAMPLED_MATRICES) or 1]
     found = [recover(tensor[...], 4) is not None for tensor in sample]

@@ -28,9 +28,9 @@ def cached_folder(folder: Path, sources: Iterable[Path], make: Callable[[], obje
     return folder
 
 
-def run_module(module: str, *arguments: object) -> str | None:
-    """Run `python -m module` in a separate process, with its output on stderr. Returns its exit
-    status and last line of output as a message, or None on success."""
+def run_module(module: str, *arguments: object) -> None:
+    """Run `python -m module` in a separate process, with its output on stderr. Raises
+    OutriderError("backend") with its exit status and last line of output if it fails."""
     texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
     last = "no output"
     with subprocess.Popen(
@@ -42,7 +42,12 @@ def run_module(module: str, *arguments: object) -> str | None:
         for line in process.stderr:
             sys.stderr.write(line)
             last = line.strip() or last
-    return f"ended with status {process.returncode}: {last}" if process.returncode else None
+    if process.returncode:
+        # Imported here so that it does not add to the memory of other systems' workers.
+        from runtime.files.errors import OutriderError
+
+        cause = f"python -m {module} ended with status {process.returncode}: {last}"
+        raise OutriderError("backend", cause, "See its output above.")
 
 
 def _is_source(path: Path) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from runtime.costs import RoundCosts
-from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
 
 from .clock import Sample, median_time
@@ -47,12 +46,16 @@ def costs_from_rounds(plain: Sequence[Run], texts: Sequence[Run], max_gamma: int
     over rounds. Widths with too few rounds are ignored.
     """
     rests: dict[int, list[float]] = defaultdict(list)
-    for x in (x for text in texts for x in text.rounds):
-        rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
-    rests[0] = [statistics.median(x.seconds for text in plain for x in text.rounds)] * MIN_ROUNDS
+    for text in texts:
+        for x in text.rounds:
+            rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
+    seen = {
+        gamma: statistics.median(times)
+        for gamma, times in rests.items()
+        if len(times) >= MIN_ROUNDS
+    }
+    seen[0] = statistics.median(x.seconds for text in plain for x in text.rounds)
     drafts = [text.stats.time_draft / text.stats.drafted for text in texts if text.stats.drafted]
-    few = min(MIN_ROUNDS, max(map(len, rests.values())))
-    seen = {k: statistics.median(times) for k, times in rests.items() if len(times) >= few}
     return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, max_gamma)
 
 
@@ -71,11 +74,6 @@ def predicted_speedup(alpha: float, gammas: Iterable[float], costs: RoundCosts) 
     every = list(gammas)
     spent = sum(g * costs.draft + verify_cost(costs, g) for g in every)
     return sum(expected_tokens(alpha, g) for g in every) / spent
-
-
-def total_stats(texts: Iterable[Run]) -> Stats:
-    """The counts and times of several texts."""
-    return Stats.total(text.stats for text in texts)
 
 
 # Bytes

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from runtime.sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
+from runtime.decoder import Decoder
+from runtime.sequence import Request
 from runtime.stats import Stats
-from runtime.text.engine import TextEngine
 
-from .clock import sample
+from .clock import lost_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +40,25 @@ class Run:
         return sum(x.seconds for x in self.rounds) - prompt
 
 
-class _RecordedRounds:
-    """Wraps a decoder's rounds (`runtime.sequence.Rounds`) and records the time counters at the
-    start of each round."""
-
-    sequence: ActiveSequence
-
-    def __init__(self, rounds: Any):
-        self._rounds = rounds
-        self.gammas: list[int] = []
-        self.marks: list[tuple[float, float, float]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rounds, name)
-
-    def start(self, sequence: ActiveSequence) -> SlotResult:
-        self.sequence = sequence
-        part: SlotResult = self._rounds.start(sequence)
-        return part
-
-    def run(self, plans: Sequence[SlotPlan]) -> RoundResult:
-        self.mark()
-        result: RoundResult = self._rounds.run(plans)
-        (part,) = result.parts
-        self.gammas.append(len(part.drafts))
-        return result
-
-    def mark(self) -> None:
-        stats = self.sequence.stats
-        self.marks.append((stats.elapsed, stats.time_draft_prefill, stats.time_draft))
-
-
-def record_run(engine: TextEngine, generate: Callable[[], object]) -> Run:
-    """Record the text that `generate` decodes with this engine."""
-    decoder = engine.decoder
-    rounds, recording = decoder.rounds, _RecordedRounds(decoder.rounds)
-    decoder.rounds = recording
+def record_run(decoder: Decoder, request: Request) -> Run:
+    """Decode a text alone, and record its rounds."""
+    begin, lost = time.perf_counter(), lost_seconds()
+    sequence = decoder.admit(request)
+    rounds, stats = [], sequence.stats
     try:
-        lost = sample(generate).lost
+        while sequence.finish_reason is None:
+            before = replace(stats)
+            decoder.round([sequence])
+            rounds.append(
+                RoundRecord(
+                    gamma=stats.drafted - before.drafted,
+                    seconds=stats.elapsed - before.elapsed,
+                    catch_up=stats.time_draft_prefill - before.time_draft_prefill,
+                    draft=stats.time_draft - before.time_draft,
+                )
+            )
+        if sequence.error is not None:
+            raise sequence.error
     finally:
-        decoder.rounds = rounds
-    recording.mark()
-    found = [
-        RoundRecord(gamma, *(after - before for before, after in zip(*marks, strict=True)))
-        for gamma, marks in zip(recording.gammas, pairwise(recording.marks), strict=True)
-    ]
-    return Run(found, recording.sequence.stats, lost)
+        decoder.release(sequence)
+    return Run(rounds, stats, (lost_seconds() - lost) / (time.perf_counter() - begin))

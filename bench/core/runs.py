@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
+from runtime.backends.engine import Engine
 from runtime.bundle import load
+from runtime.calls import replace_unknown_ids
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 from .clock import LOST_LIMIT, Clock, order, select_undisturbed
 from .fit import ratio_estimates, rounded
@@ -69,10 +73,21 @@ def fresh_engine(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine
     return TextEngine(engine.manifest, engine.tokenizer, decoder, engine.memory)
 
 
+def text_logits(
+    engine: TextEngine, model: Engine, ids: Sequence[int]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """The logits [V] of one of the engine's models after each token of a text. V: the pair's."""
+    width, vocab_size = engine.decoder.max_gamma, engine.decoder.vocab_size
+    for begin in range(0, len(ids), width):
+        part = np.array([replace_unknown_ids(model, ids[begin : begin + width])])
+        (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
+        yield from rows[:, :vocab_size].copy()
+
+
 def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
     """Decode exactly `tokens` tokens; end-of-text tokens are ignored."""
-    options = {**way.options, "max_new_tokens": tokens, "seed": seed, "ignore_eos": True}
-    return record_run(way.engine, lambda: way.engine.generate(prompt, **options))
+    options = Options(**way.options, max_new_tokens=tokens, seed=seed, ignore_eos=True)
+    return record_run(way.engine.decoder, way.engine.request(prompt, options))
 
 
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:

@@ -52,6 +52,7 @@ def make_table(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     columns: Sequence[Column],
     notes: Sequence[str] = (),
+    name: str = "",
 ) -> Table:
     """A table of named rows of values. Columns in which no row has a value are omitted.
 
@@ -60,11 +61,11 @@ def make_table(
     found = list(rows)
     used = [c for c in columns if any(values.get(c[0]) is not None for _, values in found)]
     cells = [
-        [name + (DISTURBED_MARK if values.get("disturbed") else "")]
+        [row + (DISTURBED_MARK if values.get("disturbed") else "")]
         + ["" if values.get(key) is None else format(values[key], spec) for key, _, spec in used]
-        for name, values in found
+        for row, values in found
     ]
-    return Table(title, ["", *(head for _, head, _ in used)], cells, notes)
+    return Table(title, ["", *(head for _, head, _ in used)], cells, notes, name)
 
 
 def insert_tables(document: str, tables: Iterable[Table]) -> str:

@@ -19,12 +19,13 @@ from models.corpus import collect
 from runtime.drafts.lookup import Corpus
 from runtime.drafts.tables import Tables
 from runtime.round import HostRounds
+from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 
 from ..core import machine, runs
 from ..core.clock import LOST_LIMIT, Clock
 from ..core.command import Results, Suite, bundle_option
-from ..core.costs import costs_from_rounds, describe_plain_steps, predicted_speedup, total_stats
+from ..core.costs import costs_from_rounds, describe_plain_steps, predicted_speedup
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import TextRuns, Way, measured_speedup
@@ -77,7 +78,7 @@ class Group:
 
 def groups(scale: DraftScale, max_gamma: int) -> Iterator[Group]:
     """All groups that are measured. max_gamma: the largest gamma of the bundle."""
-    gammas = [gamma for gamma in scale.gammas if gamma <= max_gamma]
+    gammas = [gamma for gamma in scale.gammas if gamma <= max_gamma] or [max_gamma]
     for name in DRAFTS:
         draft = "ngram" if name == CORPUS else name
         ways = {f"gamma {gamma}": {"draft": draft, "gamma": gamma} for gamma in gammas}
@@ -112,8 +113,7 @@ def group_figures(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
     speedups = {name: measured_speedup(undisturbed, name, PLAIN) for name in names}
     rows = dict[str, Any]()
     for name in names:
-        own_runs = [text[name] for text in texts]
-        stats = total_stats(own_runs)
+        stats = Stats.total(text[name].stats for text in texts)
         gammas = [x.gamma for text in undisturbed for x in text[name].rounds]
         rows[name] = {
             "alpha": rounded(stats.acceptance_rate),
@@ -123,7 +123,7 @@ def group_figures(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
             "speedup": speedups[name].json_object(),
             "predicted": rounded(predicted_speedup(stats.acceptance_rate, gammas, costs)),
         }
-    all_stats = total_stats(text[name] for text in texts for name in names)
+    all_stats = Stats.total(text[name].stats for text in texts for name in names)
     return {
         "alpha": rounded(all_stats.acceptance_rate),
         "best": max(names, key=lambda name: speedups[name].total),

@@ -25,7 +25,7 @@ from runtime.text.tokenizer import Tokenizer
 from ..core import machine
 from ..core.clock import MIN_SAMPLES, Clock, Sample, median_time, order, turns
 from ..core.command import Results, Suite
-from ..core.costs import row_bytes
+from ..core.costs import Traffic, row_bytes
 from ..core.fit import fit_power_law, fit_shifted_power_law, rounded
 from ..core.pair import SHAPES, TARGET, Shape
 from ..core.pair.grow import grow
@@ -112,7 +112,7 @@ class GrowthRun:
         """Bytes that a call reads: the weights, and `rows` cache rows over all slots. facts: of
         `Peer`."""
         row = row_bytes(self.checkpoint(name), facts["cache_element"])
-        return float(facts["weights"] + rows * row)
+        return Traffic(facts["weights"], row, rows).round_bytes()
 
     def time_point(self, x: float, samples: Sequence[Sample], read: float) -> Point:
         """A point from samples. read: bytes, for the floor."""

@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     full_logits = logits(full, ids)
     del full
     rows, missing = {}, SYSTEMS["llama.cpp"].missing_reason()
-    ways = [outrider_models(checkpoint.path, calibration, args.bits, clock)]
+    ways = [outrider_models(checkpoint, calibration, args.bits, clock)]
     if missing is None:
         ways.append(llamacpp_models(checkpoint.path, clock))
     try:
@@ -81,21 +81,21 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
 
 def outrider_models(
-    checkpoint: Path, calibration: Any, bits: list[float], clock: Clock
+    checkpoint: Any, calibration: Any, bits: list[float], clock: Clock
 ) -> Iterator[QuantisedModel]:
-    """Models quantised as in a build. calibration: `Texts` for choosing the levels. bits: values of
-    BITS, each for another row."""
+    """Models quantised as in a build. checkpoint: a `Checkpoint`. calibration: `Texts` for choosing
+    the levels. bits: values of BITS, each for another row."""
     import torch
 
-    from export.checkpoint import find
     from export.loading import load
     from export.weights.blocks import Bits
     from export.weights.whole import quantise_model
 
     kinds: list[tuple[str, Bits, float | None]] = [("int8", 8, None), ("int4", 4, None)]
-    for name, each, most in kinds + [(f"int4, BITS={most:g}", 4, most) for most in bits]:
+    kinds += [(f"int4, BITS={most:g}", 4, most) for most in bits]
+    for name, each, most in kinds:
         clock.note(name)
-        model = load(find(str(checkpoint)), torch.float32)
+        model = load(checkpoint, torch.float32)
         found = quantise_model(model, each, calibration, max_bits=most)
         yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
         del model

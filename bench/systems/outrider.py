@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +26,7 @@ WARM_UPS = 3  # of a step
 
 
 class OutriderWorker:
-    """See `worker.Worker`. precision: of both models' weights."""
+    """See `worker.Worker`."""
 
     engine: TextEngine
 
@@ -62,9 +61,8 @@ class OutriderWorker:
         notes: dict[str, float] = {}
         try:
             for number, prompt in enumerate(request.prompts):
-                options = Options(**_options(request), seed=request.seed + number)
-                if request.begin:
-                    options = replace(options, source=prompt)
+                source = prompt if request.begin else None
+                options = Options(**_options(request), seed=request.seed + number, source=source)
                 ids = list(request.begin or prompt)
                 runtime_request = self.engine.request(ids, options)
                 if request.begin:

@@ -100,7 +100,8 @@ class Text:
 def time_per_token(texts: Sequence[Text]) -> Sample | None:
     """Seconds per token of texts decoded together, after all of them have their first token; None
     if there are no tokens after that. A draft's prefill is included if it happens later."""
-    begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
+    begin = max(text.times[0] for text in texts)
+    end = max(text.times[-1] for text in texts)
     after = sum(time > begin for text in texts for time in text.times)
     if not after:
         return None

@@ -30,7 +30,7 @@ class Arrivals:
     """Collects the tokens of a request's texts as they arrive. Times count from its
     construction."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int) -> None:
         self.texts = [Text() for _ in range(count)]
         self._lost, self._begin = lost_seconds(), time.perf_counter()
 
@@ -67,12 +67,7 @@ def convert_checkpoint(folder: Path, checkpoint: Path, module: str, *arguments: 
 
     The conversion runs in a separate process, so that its memory does not count as the system's.
     """
-
-    def convert() -> None:
-        if error := run_module(module, *arguments):
-            raise RuntimeError(f"{module} cannot convert the checkpoint: {error}")
-
-    return cached_folder(folder, [checkpoint], convert)
+    return cached_folder(folder, [checkpoint], lambda: run_module(module, *arguments))
 
 
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:

@@ -39,7 +39,7 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
 def _weight(module: PackedModule) -> Lazy:
     """Read qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
     words, zeros, scales = map(module.take, ("qweight", "qzeros", "scales"))
-    (width, _), (count, rows) = ((*tensor.shape, 0, 0)[:2] for tensor in (words, scales))
+    (width, _), (count, rows) = words.sizes(2), scales.sizes(2)
     module.expect("qweight", words, {"I32"}, width, rows // 8)
     module.expect("qzeros", zeros, {"I32"}, count, rows // 8)
     module.expect_scales("scales", scales, count, rows)

@@ -115,7 +115,7 @@ def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
     blocks of b x c, and optionally weight_zero_point int8, of the scale's shape."""
     weight, scales = map(module.take, ("weight", "weight_scale"))
     zeros = module.take_optional("weight_zero_point")
-    module.expect("weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
+    module.expect("weight", weight, {"I8", "F8_E4M3"}, *weight.sizes(2))
     rows, width = weight.shape
     scales = _as_columns(scales)
     if zeros is not None:

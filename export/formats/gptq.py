@@ -45,10 +45,7 @@ def _weight(offset: int, module: PackedModule) -> Lazy:
     """Read qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], and
     g_idx int32 [K], the group of each column of W. Layers of one model may have 4 or 8 bits."""
     words, zeros, scales, order = map(module.take, ("qweight", "qzeros", "scales", "g_idx"))
-    # Damaged tensors may have any number of dimensions.
-    (height, rows), (count, _), (width, _) = (
-        (*tensor.shape, 0, 0)[:2] for tensor in (words, scales, order)
-    )
+    (height, rows), (count, _), (width,) = words.sizes(2), scales.sizes(2), order.sizes(1)
     bits = 32 * height // max(width, 1)
     if bits not in (4, 8):
         raise module.damaged(f"qweight has {bits} bits per weight")

@@ -232,7 +232,7 @@ def _subtract_one(norm: Lazy) -> Lazy:
 def _joined(experts: PackedModule) -> Lazy:
     """Join two tensors [E, F, H] to [E, 2 F, H]."""
     gate, up = map(experts.take, ("gate_proj", "up_proj"))
-    count, rows, width = (*gate.shape, 0, 0, 0)[:3]
+    count, rows, width = gate.sizes(3)
     for part, tensor in (("gate_proj", gate), ("up_proj", up)):
         experts.expect(part, tensor, {tensor.dtype}, count, rows, width)
     return Lazy(lambda: torch.cat([gate[...], up[...]], 1), (count, 2 * rows, width))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .packed import Lazy, Packed, PackedModule, damaged, expect_floats, read_folder
+from .packed import Lazy, Packed, PackedModule, damaged, expect_floats, read_folder, unpack
 
 _BLOCK = 32
 _NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # and their negatives, in this order
@@ -39,7 +39,7 @@ def _experts(module: PackedModule) -> Lazy:
     """From blocks uint8 [E, N, K / 32, 16], with the first number in the lower half of a byte, and
     scales uint8 [E, N, K / 32], to bfloat16 [E, K, N], as in the model."""
     blocks, scales = map(module.take, ("_blocks", "_scales"))
-    experts, rows, count = (*blocks.shape, 0, 0, 0)[:3]
+    experts, rows, count = blocks.sizes(3)
     module.expect("_blocks", blocks, {"U8"}, experts, rows, count, _BLOCK // 2)
     module.expect("_scales", scales, {"U8"}, experts, rows, count)
     numbers = torch.tensor(_NUMBERS + [-number for number in _NUMBERS])
@@ -52,8 +52,7 @@ def _experts(module: PackedModule) -> Lazy:
         all_of = blocks[...].view(-1, _BLOCK // 2), exponents, dense
         parts = zip(*(torch.split(tensor, _ROWS) for tensor in all_of), strict=True)
         for codes, exponent, part in parts:
-            both = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-            part[:] = torch.ldexp(numbers[both.int()], exponent.int()[:, None] - _BIAS)
+            part[:] = torch.ldexp(numbers[unpack(codes, 4).int()], exponent.int()[:, None] - _BIAS)
         return dense.view(experts, rows, count * _BLOCK).transpose(1, 2).contiguous()
 
     return Lazy(make, (experts, count * _BLOCK, rows), "BF16")

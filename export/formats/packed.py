@@ -33,6 +33,11 @@ class Lazy:
     shape: tuple[int, ...]
     dtype: str = "F32"
 
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """The first `count` sizes, with 0 for each that is missing: damaged tensors may have any
+        number of dimensions."""
+        return (*self.shape, *[0] * count)[:count]
+
     def stored(self) -> Any:
         """The object that returns its rows, in about as many bytes as in the file."""
         with _LOCK:
@@ -238,7 +243,7 @@ def expect_floats(name: str, tensors: dict[str, Lazy]) -> None:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack unsigned 4-bit or 8-bit integers from int32 words along the last axis, lowest bits
+    """Unpack unsigned 4-bit or 8-bit integers from words or bytes along the last axis, lowest bits
     first. Returns int8 for 4 bits, int16 for 8."""
     data = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -249,7 +254,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 def make_levels(
     levels: torch.Tensor,
     scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
+    zeros: torch.Tensor | None,
     group: torch.Tensor | None = None,
 ) -> Levels:
     """`Levels` for (level - zero) * scale, with a byte per number if that holds all differences.

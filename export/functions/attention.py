@@ -3,8 +3,6 @@ operator lacks or TensorRT-RTX's parser refuses."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import onnx.parser
 import onnx_ir as ir
 import torch
@@ -70,6 +68,12 @@ _NO_SINKS = """
   weights = Softmax <axis = 3> (wide)
   shares = CastLike (weights, value)
 """
+_NAMES = {  # by whether there is a soft cap, and whether there are sinks
+    (False, False): "UnevenAttention",
+    (True, False): "CappedAttention",
+    (False, True): "SinkAttention",
+    (True, True): "CappedSinkAttention",
+}
 
 
 def attention_node(
@@ -84,7 +88,7 @@ def attention_node(
     """The node of this attention, during an export."""
     lowest = torch.finfo(query.dtype).min
     return torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{_variant_name(bool(softcap), sinks is not None)}",
+        f"{DOMAIN}::{_NAMES[bool(softcap), sinks is not None]}",
         [query, key, value, mask, *([] if sinks is None else [sinks])],
         {"scale": float(scale), "lowest": lowest, **({"softcap": softcap} if softcap else {})},
         dtype=query.dtype,
@@ -95,7 +99,7 @@ def attention_node(
 
 def is_own(node: ir.Node) -> bool:
     """Whether the node calls one of these functions."""
-    return node.domain == DOMAIN and node.op_type in _VARIANTS
+    return node.domain == DOMAIN and node.op_type in _NAMES.values()
 
 
 def define(model: ir.Model) -> None:
@@ -105,15 +109,8 @@ def define(model: ir.Model) -> None:
     )
 
 
-def _variant_name(softcap: bool, sinks: bool) -> str:
-    return ("Capped" * softcap + "Sink" * sinks or "Uneven") + "Attention"
-
-
-_VARIANTS = {_variant_name(*has): has for has in product((False, True), repeat=2)}
-
-
 def _function(name: str) -> onnx.FunctionProto:
-    softcap, sinks = _VARIANTS[name]
+    softcap, sinks = "Capped" in name, "Sink" in name
     body = _BODY.format(
         name=name,
         attributes=", softcap" * softcap,

@@ -90,10 +90,8 @@ def quantise_experts(
     parts = []
     for expert, own in enumerate(weight.view(self.num_experts, -1, weight.shape[1])):
         routed = hidden[(chosen == expert).any(-1)]
-        if len(routed):
-            parts.append(quantise4(own, factor(_inner(self, routed, expert))))
-        else:
-            parts.append(quantise4(own))
+        own_factor = factor(_inner(self, routed, expert)) if len(routed) else None
+        parts.append(quantise4(own, own_factor))
     levels, scales = zip(*((part.levels, part.scales) for part in parts), strict=True)
     return Quantised(np.concatenate(levels), np.concatenate(scales), 4)
 

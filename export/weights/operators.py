@@ -93,17 +93,12 @@ def _dequantise(
     assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
     (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
     dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
+    weights = [_transposed(model, levels, dtype, experts)]
     if scale_width(columns, several) == BLOCK:
-        weights = [
-            _transposed(model, levels, dtype, experts),
-            _transposed(model, scales, scales.dtype, experts),
-        ]
+        weights.append(_transposed(model, scales, scales.dtype, experts))
         attributes = {"axis": 1 if experts else 0, "block_size": BLOCK}
     else:
-        weights = [
-            _transposed(model, levels, dtype),
-            _transposed(model, scales, scales.dtype, sizes=[rows]),
-        ]
+        weights.append(_transposed(model, scales, scales.dtype, sizes=[rows]))
         attributes = {"axis": 1}
     node = ir.node("DequantizeLinear", weights, attributes)
     node.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)

@@ -54,9 +54,7 @@ class Texts:
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
-def generate_texts(
-    model: PreTrainedModel, texts: int, length: int, report: Report = silent
-) -> Texts:
+def generate_texts(model: PreTrainedModel, texts: int, length: int, report: Report) -> Texts:
     """Generate texts by a model that does not read audio. An encoder-decoder generates sources
     first, from random tokens as their sources."""
     if not model.config.is_encoder_decoder:
@@ -68,7 +66,7 @@ def generate_texts(
 
 
 def generate_texts_for(
-    model: PreTrainedModel, sources: torch.Tensor, length: int, report: Report = silent
+    model: PreTrainedModel, sources: torch.Tensor, length: int, report: Report
 ) -> Texts:
     """Generate a text for each of these sources. Audio is processed one by one, as a large model
     caches hundreds of megabytes for each."""

@@ -14,7 +14,6 @@ from test_core import a_round, a_run
 
 from bench.core import runs
 from bench.core.clock import Clock
-from bench.core.costs import total_stats
 from bench.core.prompts import Prompts
 from bench.core.runs import Way
 from bench.suites import drafts
@@ -22,6 +21,7 @@ from bench.suites.policies import replay
 from bench.suites.policies import suite as policies
 from models.corpus import Corpus, collect
 from runtime.bundle import load
+from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import speedup
 
@@ -193,7 +193,7 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
             if decoder is fixed:
                 sampler.text = replay.sample_text(engine, prompt, 64, seed, options)
             decoded.append(runs.decode(Way(decoder, {**options, "gamma": 3}), prompt, 64, seed))
-        return total_stats(decoded).acceptance_rate
+        return Stats.total(run.stats for run in decoded).acceptance_rate
 
     free, replayed, hot = alpha(engine), alpha(fixed), alpha(fixed, draft_temperature=3.0)
     assert replayed == pytest.approx(free, abs=0.12) and hot < free - 0.2

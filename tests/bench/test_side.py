@@ -155,8 +155,8 @@ def test_who_gets_which_workload() -> None:
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
     count = sum(system.takes_long_jobs for system in every)
     assert {len(job.systems) for job in work if job.group == LENGTHS} == {count}
-    assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
-    sizes = [[len(x) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
+    assert {len(x.prompts[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
+    sizes = [[len(x.prompts) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 

@@ -116,8 +116,7 @@ def build_bundle(
     """A pair's bundle, as `make engines` builds it, in `work`; built unless it exists.
 
     precision: int8 or int4 for quantised weights in float32 graphs; "mixed" to quantise only the
-    draft, to int8; or float32. Raises OutriderError("backend") if the build fails; the reason is on
-    stderr.
+    draft, to int8; or float32. Raises OutriderError as `run_module` does.
     """
     folder, sources = bundle_sources(target, draft, work, max_len=max_len, precision=precision)
 
@@ -125,13 +124,7 @@ def build_bundle(
         graphs = work / "graphs" / folder.name
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
         weights = WEIGHT_OPTIONS.get(precision, ["--weights", precision])
-        _run("export", *models, *weights, "--out", graphs, "--max-len", max_len)
-        _run("engines", "--graphs", graphs, "--out", folder)
+        run_module("export", *models, *weights, "--out", graphs, "--max-len", max_len)
+        run_module("engines", "--graphs", graphs, "--out", folder)
 
     return cached_folder(folder, sources, make)
-
-
-def _run(module: str, *arguments: object) -> None:
-    if error := run_module(module, *arguments):
-        cause = f"python -m {module} {error}"
-        raise OutriderError("backend", cause, "See its output above.")

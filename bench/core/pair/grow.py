@@ -184,12 +184,10 @@ class Growth:
         self._random = torch.Generator().manual_seed(0)
         old_layers, layers = self._old.num_hidden_layers, config.num_hidden_layers
         self._layers = {(i + 1) * layers // old_layers - 1: i for i in range(old_layers)}
-        hidden, inner = (
-            torch.arange(size) for size in (self._old.hidden_size, self._old.intermediate_size)
-        )
-        group, old_group = (
-            c.num_attention_heads // c.num_key_value_heads for c in (config, self._old)
-        )
+        hidden = torch.arange(self._old.hidden_size)
+        inner = torch.arange(self._old.intermediate_size)
+        group = config.num_attention_heads // config.num_key_value_heads
+        old_group = self._old.num_attention_heads // self._old.num_key_value_heads
         heads = torch.arange(self._old.num_attention_heads)
         queries = heads // old_group * group + heads % old_group  # with the same key head
         keys = torch.arange(self._old.num_key_value_heads)

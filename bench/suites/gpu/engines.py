@@ -1,10 +1,10 @@
 """python -m bench.suites.gpu.engines: build, check and time a pair on the GPU of this machine.
 
 `checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
-`suite.bundled` makes FOLDER/bundle and FOLDER/reference; `build` writes the FOLDER/bundle of a
-constructed pair. `check` and `times` use these. Each command prints its progress and writes one
-JSON file. With --device cpu everything runs without a GPU, and results that need one are null.
-`constructed` describes the pairs.
+`suite.bundled_pair_parts` makes FOLDER/bundle and FOLDER/reference; `build` writes the
+FOLDER/bundle of a constructed pair. `check` and `times` use these. Each command prints its progress
+and writes one JSON file. With --device cpu everything runs without a GPU, and results that need one
+are null. `constructed` describes the pairs.
 """
 
 from __future__ import annotations

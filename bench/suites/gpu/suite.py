@@ -222,7 +222,7 @@ def run_parts(
     make_parts: Callable[[Path, str], list[Part]] = parts,
     call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Run the parts; returns the report, and whether nothing failed. limit: limit for all parts
+    """Run the parts; returns the report, and whether nothing failed. seconds: limit for all parts
     together. call: run only the parts of this call, and those that every call needs."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime import Options, TextEngine
+from runtime.stats import Stats
 from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock, sample
-from ...core.costs import Traffic, total_stats
+from ...core.costs import Traffic
 from ...core.record import Run
 from ...core.runs import Way, decode_all, measured_speedup
 from .constructed import (
@@ -183,7 +184,7 @@ class Times:
         return {f"temperature {temperature:g}, gamma {g}": row for g, row in rows.items()}
 
     def _figures(self, gamma: int, texts: Sequence[Run]) -> dict[str, Any]:
-        stats = total_stats(texts)
+        stats = Stats.total(x.stats for x in texts)
         device = stats.time_draft + stats.time_verify
         size = self.traffic.round_bytes(gamma)
         row: dict[str, Any] = {

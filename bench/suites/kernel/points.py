@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 from ...core.clock import MIN_SAMPLES
@@ -14,17 +12,12 @@ from ...core.table import Column, Table, make_table
 Point = dict[str, Any]
 
 
-def saved_key(call: str, reference: str) -> str:
-    """The key for the share of the time of `reference` that `call` saves."""
-    return f"{call} less than {reference}"
-
-
 def points_of(results: Mapping[str, Any]) -> list[Point]:
     """The numbers of each point of `times.run`, by name.
 
     "V", "γ", "B"; for each call the milliseconds per round; "floor of CALL", milliseconds to read
-    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `saved_key` for
-    any two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
+    the bytes that the outcome needs; "share of CALL", floor over time; "accepted by RULE", the mean
+    number of accepted draft tokens per slot.
     """
     points = []
     for p in results["points"]:
@@ -37,19 +30,17 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
                 f"floor of {call}": size / memory,
                 f"share of {call}": size / memory / ms[call],
             }
-        for a, b in permutations(ms, 2):
-            point |= {f"{a} / {b}": ms[a] / ms[b], saved_key(a, b): 1 - ms[a] / ms[b]}
         point["disturbed"] = any(figure["kept"] < MIN_SAMPLES for figure in p["times"].values())
         points.append(point)
     return points
 
 
 def points_table(
-    title: str, points: Iterable[Point], columns: Sequence[Column], name: str = ""
+    title: str, points: Iterable[Point], columns: Sequence[Column], name: str
 ) -> Table:
     """One row per point, without the columns for which nothing was timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]
-    return replace(make_table(title, rows, columns), name=name)
+    return make_table(title, rows, columns, name=name)
 
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.backends.engine import Engine
 from runtime.text.engine import TextEngine
 
 from ...core.fit import ratio_estimates
+from ...core.runs import text_logits
 
 Rows = npt.NDArray[Any]  # [N, V]
 Column = npt.NDArray[np.float64]  # [N]
@@ -99,16 +99,6 @@ def held_out_logits(engine: TextEngine, documents: int) -> Iterator[tuple[Rows, 
     encoded = (engine.tokenizer.encode(text) for text in collect().held_out)
     for ids in islice((ids for ids in encoded if len(ids) >= wanted), documents):
         begin = (len(ids) - wanted) // 2 + 1
-        piece = np.array([ids[0], *ids[begin : begin + wanted - 1]])  # as in training: a separator
-        yield _logits(target, piece), _logits(draft, piece)
-
-
-def _logits(model: Engine, ids: npt.NDArray[np.int64]) -> Rows:
-    """The logits after ids[:CONTEXT], ids[:CONTEXT + 1], ..., ids. A call returns few rows, so this
-    computes one per step, as in decoding."""
-    rows, begin = [], 0
-    for end in range(CONTEXT, len(ids) + 1):
-        logits = model.forward(ids[None, begin:end], np.array([begin]), np.array([end - begin - 1]))
-        rows.append(logits[0, 0, : model.vocab_size].copy())
-        begin = end
-    return np.stack(rows)
+        piece = [ids[0], *ids[begin : begin + wanted - 1]]  # as in training: a separator
+        p, q = (np.stack([*text_logits(engine, model, piece)]) for model in (target, draft))
+        yield p[CONTEXT - 1 :], q[CONTEXT - 1 :]

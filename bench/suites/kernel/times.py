@@ -16,7 +16,7 @@ from runtime.sampling.native import RoundSampler
 from ...core import machine
 from ...core.clock import Clock, median_time, sample_in_turn
 from ...core.fit import rounded
-from .rounds import VARIANTS, Round, disagreements, random_logits
+from .rounds import RULES, Round, disagreements, random_logits
 
 # Ways to run a verification, or a whole round (gamma draws and the verification).
 VERIFY, FROM_LOGITS = "verify", "verify, q from logits"
@@ -26,11 +26,11 @@ TRANSFORMERS, FUNCTION_ONLY = "Transformers", "Transformers, its function alone"
 
 SAMPLES = 5  # undisturbed samples of each call
 PATIENCE = 1.0  # seconds per size to wait for them
-READ_BYTES = 1 << 28  # read per pass over memory, for the floor
+READ_BYTES, READS = 1 << 28, 3  # bytes per pass over memory, for the floor; passes after each job
 SLOTS_PER_SAMPLE = 16  # on different logits, which are the same in every run
 
 Call = Callable[[], object]
-Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
+Job = tuple[Sequence[str], tuple[int, int, int]]  # rules; V, gamma and B
 
 
 def _from_logits(round_: Round) -> Call:
@@ -93,24 +93,27 @@ WAYS: dict[str, Callable[[Round], Call]] = {
 def run(
     jobs: Iterable[Job], calls: Sequence[str], args: argparse.Namespace, clock: Clock
 ) -> dict[str, Any]:
-    """Measure every job with those `calls` whose variant it has; returns the JSON object."""
+    """Measure every job with those `calls` whose rule it has; returns the JSON object."""
     import torch
 
     library = kernel.load()  # raises an error with the remedy if there is no library
     reader = machine.MemoryReader(args.threads, READ_BYTES)
     torch.set_num_threads(args.threads)
     points = []
-    for variants, size in jobs:
-        clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(variants), *size))
+    for rules, size in jobs:
+        clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(rules), *size))
         logits = [
             random_logits(*size, seed=seed) for seed in range(max(1, SLOTS_PER_SAMPLE // size[2]))
         ]
         rounds = {
-            v: [Round(x, VARIANTS[v], seed=n, threads=args.threads) for n, x in enumerate(logits)]
-            for v in variants
+            rule: [
+                Round(x, RULES[rule], seed=n, threads=args.threads) for n, x in enumerate(logits)
+            ]
+            for rule in rules
         }
         points.append(measure(rounds, calls))
-        sample_in_turn({"read": reader}, rounds=2, patience=1)
+        for _ in range(READS):
+            reader()
     return {
         "machine": machine.describe(args.threads),
         "instruction_set": library.outrider_instruction_set().decode(),
@@ -122,31 +125,31 @@ def run(
 def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict[str, Any]:
     """Check the rounds against the reference, then time them.
 
-    rounds: for each variant the same number, on the same logits. calls: "variant: way", with a way
-    of WAYS. One sample runs all rounds of a variant, so that it covers short and long ones. Calls
+    rounds: for each rule the same number, on the same logits. calls: "rule: way", with a way
+    of WAYS. One sample runs all rounds of a rule, so that it covers short and long ones. Calls
     must neither evict the logits from the caches for the next call nor preload them for themselves:
     every call finds the logits in the last cache level, as after an engine's call. Raises
     OutriderError("numeric") if a round differs from the reference.
     """
     accepted, bytes_read, work, sizes = {}, {}, {}, {}
-    for variant, some in rounds.items():
+    for rule, some in rounds.items():
         if wrong := [f"slot {b}" for r in some for b in disagreements(r, r.outcomes(r.native))]:
-            cause = f"{variant}, V {some[0].vocab_size}: {', '.join(wrong)} differ from NumPy"
+            cause = f"{rule}, V {some[0].vocab_size}: {', '.join(wrong)} differ from NumPy"
             raise OutriderError("numeric", cause, "Do not use this kernel; please report it.")
         verdicts = [(r, r.verify(r.native)) for r in some]
-        accepted[variant] = statistics.mean(v.accepted for _, each in verdicts for v in each)
-        bytes_read[variant] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
+        accepted[rule] = statistics.mean(v.accepted for _, each in verdicts for v in each)
+        bytes_read[rule] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
     first = next(iter(rounds.values()))
     row = first[0].vocab_size * first[0].batch * first[0].draft.itemsize
     for name in calls:
-        variant, way = name.split(": ")
-        if variant in rounds:
-            work[name] = partial(_run_all, [WAYS[way](r) for r in rounds[variant]])
+        rule, way = name.split(": ")
+        if rule in rounds:
+            work[name] = partial(_run_all, [WAYS[way](r) for r in rounds[rule]])
             # Some ways normalise the draft's rows themselves instead of in the draft steps.
             normalised_rows = (
-                accepted[variant] if way in (FROM_LOGITS, TRANSFORMERS, FUNCTION_ONLY) else 0
+                accepted[rule] if way in (FROM_LOGITS, TRANSFORMERS, FUNCTION_ONLY) else 0
             )
-            sizes[name] = bytes_read[variant] + row * normalised_rows
+            sizes[name] = bytes_read[rule] + row * normalised_rows
 
     def touch() -> None:  # the first call in turn may run twice in a row, which would favour it
         for round_ in first:

@@ -18,16 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends.engine import Engine
-from runtime.calls import replace_unknown_ids
 from runtime.round import HostRounds
-from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
-from ...core.runs import fresh_engine, plain_options
+from ...core.runs import fresh_engine, plain_options, text_logits
 
 
 @dataclass(frozen=True)
@@ -49,28 +46,16 @@ def sample_text(
     ids = [*prompt, *(token.id for token in text)]
     draft, temperature = engine.decoder.draft, options["temperature"]
     assert draft is not None
-    p = _distributions(engine, engine.decoder.target, ids, temperature)
-    q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
+    params = SamplingParams(temperature=temperature)
+    draft_params = SamplingParams(temperature=options.get("draft_temperature", temperature))
+    p = (warp(row, params) for row in text_logits(engine, engine.decoder.target, ids))
+    q = (warp(row, draft_params) for row in text_logits(engine, draft, ids))
     uniforms = np.random.default_rng(seed).random(len(ids))
     accepted = [False] + [
         bool(q_next.prob(token) > uniform * p_next.prob(token))
         for p_next, q_next, token, uniform in zip(p, q, ids[1:], uniforms, strict=False)
     ]
     return ReplayText(ids, accepted)
-
-
-def _distributions(
-    engine: TextEngine, model: Engine, ids: Sequence[int], temperature: float
-) -> list[Distribution]:
-    """The model's distributions after each token."""
-    params, width = SamplingParams(temperature=temperature), engine.decoder.max_gamma
-    tokens = engine.decoder.vocab_size
-    found = []
-    for begin in range(0, len(ids), width):
-        part = np.array([replace_unknown_ids(model, ids[begin : begin + width])])
-        (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
-        found += [warp(row[:tokens], params) for row in rows]
-    return found
 
 
 class ReplaySampler:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.corpus import collect
+from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 
 from ...core import machine, runs
 from ...core.clock import LOST_LIMIT, Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.costs import describe_plain_steps, total_stats
+from ...core.costs import describe_plain_steps
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
@@ -116,20 +117,17 @@ def summarise(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
     plain decoding compared with itself, from timing only.
     """
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
-    drafting = total_stats(text[gamma] for text in texts for gamma in gammas[1:])
-    plain = total_stats([text[PLAIN] for text in texts])
+    drafting = Stats.total(text[gamma].stats for text in texts for gamma in gammas[1:])
     names = [name for name in texts[0] if name != PLAIN_REPEAT]
     speeds = {name: measured_speedup(texts, name, PLAIN).total for name in names}
     best = max(gammas, key=speeds.__getitem__)
     near = measured_speedup(texts, AUTO, best)
-    seconds = sum(text[PLAIN].seconds for text in texts)
     return {
         "speeds": {name: rounded(speed) for name, speed in speeds.items()},
         "best": int(best),
         "auto_of_best": rounded(near.total),
         "auto_of_best_error": rounded(near.error),
         "noise": rounded(measured_speedup(texts, PLAIN_REPEAT, PLAIN).error),
-        "plain_tokens_per_second": rounded(plain.round_tokens / seconds),
         "alpha": rounded(drafting.acceptance_rate),
         "lost": rounded(runs.disturbance(texts)),
     }

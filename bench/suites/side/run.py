@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +107,13 @@ def systems(
 
 @dataclass(frozen=True)
 class Job:
-    """A workload. group: the table that it belongs to. requests: for each request, the prompts that
-    are decoded together. begins: for each request to an encoder-decoder, the tokens that its output
-    begins with."""
+    """A workload. group: the table that it belongs to. requests: all at the same temperature; each
+    system gets them with its own mode."""
 
     group: str
     name: str
-    requests: Sequence[Sequence[Prompt]]
-    new_tokens: int
-    temperature: float
+    requests: Sequence[Request]
     systems: Sequence[System]
-    begins: Sequence[tuple[int, ...]] = ()
-
-    def begin(self, turn: int) -> tuple[int, ...]:
-        return self.begins[turn] if self.begins else ()
 
 
 @dataclass
@@ -142,7 +135,7 @@ class SideRun:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
 
-    def start(self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1) -> Peer:
+    def start(self, system: System, draft: bool = True, slots: int = 1) -> Peer:
         """Start a worker of the system. Raises Unavailable if that fails."""
         peer = Peer(
             system.peer, self.pair.target, draft=self.pair.draft if draft else None,
@@ -151,7 +144,7 @@ class SideRun:
         )  # fmt: skip
         self.facts.setdefault(system.worker, peer.facts)
         self.loads.setdefault(system.worker, []).append(peer.facts["load_seconds"])
-        return stack.enter_context(peer)
+        return peer
 
     @contextmanager
     def record_unavailable(self, name: str) -> Iterator[None]:
@@ -171,12 +164,13 @@ class SideRun:
         """
         peers: dict[str, Peer] = {}
         with suppress(Unavailable):
-            self.start(stack, chosen[0], slots=slots)
+            stack.enter_context(self.start(chosen[0], slots=slots))
         for system in chosen:
             if system.worker not in peers and system.worker not in self.missing:
                 self.clock.note(f"starting {system.worker}")
                 with self.record_unavailable(system.worker):
-                    peers[system.worker] = self.start(stack, system, slots=slots)
+                    peer = stack.enter_context(self.start(system, slots=slots))
+                    peers[system.worker] = peer
         return peers
 
     def measure(
@@ -188,57 +182,57 @@ class SideRun:
         Returns the cells: for each job, its rows. A row has, for one request, the figures of
         `text_figures` by system, and those of `compare_with_theory`.
         """
-        slots = max(len(prompts) for job in jobs for prompts in job.requests)
+        slots = max(len(request.prompts) for job in jobs for request in job.requests)
         all_systems = list(dict.fromkeys(system for job in jobs for system in job.systems))
         cells = []
         with ExitStack() as stack:
             peers = self.start_all(stack, all_systems, slots)
             for turn in range(self.warm_ups):
-                job = jobs[turn % len(jobs)]
+                request = jobs[turn % len(jobs)].requests[0]
                 for number, system in enumerate(all_systems):  # a different prompt for each
                     size = 8 + len(all_systems) * turn + number
                     some = [
-                        _rotated(prompt, size) if job.begins else prompt[:size]
-                        for prompt in job.requests[0]
+                        _rotated(prompt, size) if request.begin else prompt[:size]
+                        for prompt in request.prompts
                     ]
-                    self.decode(peers, system, job, some, 12, turn, job.begin(0))
+                    short = replace(request, prompts=some, new_tokens=12, seed=turn)
+                    self.decode(peers, system, short)
             for job in jobs:
                 rows = []
-                for turn, prompts in enumerate(job.requests):
-                    row, begin = dict[str, TextFigures](), job.begin(turn)
+                for turn, request in enumerate(job.requests):
+                    row = dict[str, TextFigures]()
                     for system in order(job.systems, turn):
-                        request = prompts, job.new_tokens, turn, begin
-                        if figures := self.decode(peers, system, job, *request):
+                        if figures := self.decode(peers, system, request):
                             row[system.name] = figures
                     rows.append(row)
-                    if {PLAIN, DRAFT} <= row.keys() and len(prompts) == 1:
-                        position = len(begin or prompts[0]) + job.new_tokens // 2
+                    if {PLAIN, DRAFT} <= row.keys() and len(request.prompts) == 1:
+                        position = len(request.begin or request.prompts[0])
+                        position += request.new_tokens // 2
                         if costs := self.measure_costs(peers, position):
                             row[DRAFT] |= compare_with_theory(row[PLAIN], row[DRAFT], costs)
                     after_request()
-                shape = {"group": job.group, "name": job.name, "temperature": job.temperature}
+                temperature = job.requests[0].temperature
+                shape = {"group": job.group, "name": job.name, "temperature": temperature}
                 cells.append({**shape, "rows": rows})
                 self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}; {_speeds_note(rows)}")
         return cells
 
-    def decode(
-        self, peers: dict[str, Peer], system: System, job: Job, prompts: Sequence[Prompt],
-        new_tokens: int, seed: int, begin: tuple[int, ...] = (),
-    ) -> TextFigures:  # fmt: skip
+    def decode(self, peers: dict[str, Peer], system: System, request: Request) -> TextFigures:
         """Decode with one system and return the figures of `text_figures`; empty if the system has
         failed before with as many texts."""
-        name = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
+        name, prompts = system.name, request.prompts
+        if len(prompts) > 1:
+            name += f", {len(prompts)} together"
         if system.worker in peers and name not in self.missing:
-            peer, mode = peers[system.worker], system.mode
+            peer = peers[system.worker]
             with self.record_unavailable(name):
-                texts = peer.generate(
-                    Request(prompts, new_tokens, mode, job.temperature, seed, GAMMA, begin)
-                )
-                facts, rows = peer.facts, _prompt_rows(prompts[0]) + len(begin) + new_tokens / 2
+                texts = peer.generate(replace(request, mode=system.mode, gamma=GAMMA))
+                facts = peer.facts
+                rows = _prompt_rows(prompts[0]) + len(request.begin) + request.new_tokens / 2
                 row, more = self.row_sizes(facts["cache_element"])
                 traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
-                found = text_figures(texts, mode, traffic)
-                return found | {"whole": texts[0].times[-1]} if begin else found
+                found = text_figures(texts, system.mode, traffic)
+                return found | {"whole": texts[0].times[-1]} if request.begin else found
         return {}
 
     def row_sizes(self, element: int) -> tuple[int, int]:
@@ -266,10 +260,9 @@ class SideRun:
         """
         found = {}
         for system in (s for s in chosen if not {s.name, s.worker} & self.missing.keys()):
-            drafts = system.mode not in ("plain", "lookup")
-            self.clock.note(f"memory of {system.name}")
-            with self.record_unavailable(f"memory of {system.name}"), ExitStack() as stack:
-                peer = self.start(stack, system, draft=drafts)
+            name, drafts = f"memory of {system.name}", system.mode not in DRAFTLESS
+            self.clock.note(name)
+            with self.record_unavailable(name), self.start(system, draft=drafts) as peer:
                 (text,) = peer.generate(
                     Request([prompt], MEMORY_SHAPE[1], system.mode, gamma=GAMMA)
                 )
@@ -326,7 +319,7 @@ def text_figures(texts: Sequence[Text], mode: str, traffic: Traffic) -> TextFigu
     if "time_host" in notes:
         found |= {"spent": sum(notes[part] for part in ROUND_TIMES), "host": notes["time_host"]}
         found["pace"] = found["spent"] / (notes["output_tokens"] - 1)
-    if mode in ("plain", "lookup"):  # a lookup reads no weights
+    if mode in DRAFTLESS:  # a lookup reads no weights
         found["bytes"] = len(rounds) * traffic.round_bytes()
     elif found.get("drafting"):
         found["bytes"] = len(rounds) * traffic.round_bytes(found["drafted"] / found["drafting"])

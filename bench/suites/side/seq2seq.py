@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.pair import SEQ2SEQ, Pair
-from ...systems.protocol import Prompt
+from ...systems.protocol import Prompt, Request
 from .run import Job, System
 
 GROUP = "Encoder-decoder"
@@ -51,9 +51,8 @@ def jobs(
     made = []
     for kind, (length, new_tokens) in kinds.items():
         for temperature in temperatures:  # each with its own sources, so that none is repeated
-            firsts = rng.integers(1, tokens, scale.count).tolist()
-            requests: list[list[Prompt]] = []
-            for first in firsts:
+            requests = []
+            for seed, first in enumerate(rng.integers(1, tokens, scale.count).tolist()):
                 if shape.is_audio:
                     source: Prompt = rng.standard_normal((bands, FRAMES), np.float32)
                 else:
@@ -61,10 +60,12 @@ def jobs(
                     if kind == "summary":
                         output = greedy_output(shape, pair.target, first, new_tokens)
                     source = make_source(rng, output, length, tokens)
-                requests.append([source])
-            begins = [(*shape.begin, first) for first in firsts]
+                begin = (*shape.begin, first)
+                requests.append(
+                    Request([source], new_tokens, temperature=temperature, seed=seed, begin=begin)
+                )
             name = f"{kind} {length}{'s' * shape.is_audio}+{new_tokens}"
-            made.append(Job(GROUP, name, requests, new_tokens, temperature, chosen, begins))
+            made.append(Job(GROUP, name, requests, chosen))
     return made
 
 

@@ -27,6 +27,7 @@ from ...core.clock import Clock
 from ...core.command import Suite
 from ...core.prompts import KINDS, Prompts
 from ...systems import SYSTEMS
+from ...systems.protocol import Request
 from . import seq2seq, tables
 from .run import (
     DRAFTLESS,
@@ -82,14 +83,17 @@ def single_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) ->
     long_systems = [system for system in chosen if system.takes_long_jobs]
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, long_systems) for shape in scale.lengths]
-    return [
-        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, group_systems)
-        for group, (kinds, length, new, temperatures), group_systems in groups
-        if group_systems
-        for kind in kinds
-        for loads in [prompts.many(kind, scale.count, length)]
-        for temperature in temperatures
-    ]
+    jobs = []
+    for group, (kinds, length, new_tokens, temperatures), group_systems in groups:
+        for kind in kinds if group_systems else ():
+            made = prompts.many(kind, scale.count, length)
+            for temperature in temperatures:
+                requests = [
+                    Request([prompt], new_tokens, temperature=temperature, seed=seed)
+                    for seed, prompt in enumerate(made)
+                ]
+                jobs.append(Job(group, f"{kind} {length}+{new_tokens}", requests, group_systems))
+    return jobs
 
 
 def batch_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
@@ -98,8 +102,8 @@ def batch_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> 
     length, new_tokens = scale.batch
     return [
         Job(TOGETHER, f"{size} together",
-            [prompts.many("completion", size, length) for _ in range(scale.batches)],
-            new_tokens, 0.0, some)
+            [Request(prompts.many("completion", size, length), new_tokens, seed=seed)
+             for seed in range(scale.batches)], some)
         for size in scale.batch_sizes
         if some
     ]  # fmt: skip

@@ -25,6 +25,7 @@ MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
 EQUAL_BITS = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
 FLOAT32_PEERS = (BASE, "genai plain", LLAMA)  # the peers in float32
 Row = Mapping[str, TextFigures]
+Goal = tuple[str, str, float, Sequence[float]]  # name, at "least" or "most", bound, measured values
 F1, F2, F3 = ",.1f", ",.2f", ",.3f"
 # Figures that are ratios of two sums over texts.
 SHARES = {
@@ -151,16 +152,19 @@ def tables(results: Results) -> list[Table]:
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     """The project's goals, each with the measured median and whether it meets the goal."""
-    alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
-    rows = [row for some in alone for row in some]
-    if results["pair"]["shape"] in SEQ2SEQ:
-        found = _seq2seq_goals(rows)
-        return [(name, _goal("least", bound, spread)) for name, bound, spread in found]
+    alone = (cell for cell in results["cells"] if cell["group"] != TOGETHER)
+    rows = [row for cell in alone for row in cell["rows"]]
+    is_seq2seq = results["pair"]["shape"] in SEQ2SEQ
+    wanted = _seq2seq_goals(rows) if is_seq2seq else _text_goals(rows, results)
+    return [(name, _verdict(kind, bound, Spread.of(found))) for name, kind, bound, found in wanted]
+
+
+def _text_goals(rows: Sequence[Row], results: Results) -> list[Goal]:
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
     memory = results["memory"].items()
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
     assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
-    wanted: list[tuple[str, str, float, list[float]]] = [
+    return [
         ("plain decoding, speed vs. Transformers plain", "least", 3.0, ratios(rows, PLAIN, BASE)),
         (
             "plain decoding, speed vs. llama.cpp float32 plain",
@@ -177,12 +181,10 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
         ("seconds to load the bundle", "most", 2.0, loads),
         ("peak memory / (weights + cache), per mode", "most", 1.2, peaks),
     ]
-    return [(name, _goal(kind, bound, Spread.of(found))) for name, kind, bound, found in wanted]
 
 
-def _seq2seq_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
-    """The goals of encoder-decoders: names, minimum values, measured values. Encoders are excluded
-    unless the name mentions them."""
+def _seq2seq_goals(rows: Sequence[Row]) -> list[Goal]:
+    """The goals of encoder-decoders. Encoders are excluded unless the name mentions them."""
     own = "outrider"
     wanted: list[tuple[str, str, str, float]] = [
         (f"{own} draft", f"{own} plain", "token", 1.5),
@@ -199,13 +201,13 @@ def _seq2seq_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]
     ]
     parts = {"token": "", "encode": "encoder: ", "whole": "whole text: "}
     return [
-        (f"{parts[key]}{fast}, speed vs. {slow}", bound, Spread.of(ratios(rows, fast, slow, key)))
+        (f"{parts[key]}{fast}, speed vs. {slow}", "least", bound, ratios(rows, fast, slow, key))
         for fast, slow, key, bound in wanted
     ]
 
 
-def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[float]]]:
-    found: list[tuple[str, str, float, list[float]]] = []
+def _quantised_goals(rows: Sequence[Row]) -> list[Goal]:
+    found: list[Goal] = []
     for own, theirs in EQUAL_BITS.items():
         plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
         peer = f"llama.cpp {theirs} plain"
@@ -214,7 +216,7 @@ def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[fl
     return found
 
 
-def _goal(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
+def _verdict(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
     met = "not measured"
     if spread is not None:
         missed = spread.median < bound if kind == "least" else spread.median > bound
