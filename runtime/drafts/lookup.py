@@ -26,8 +26,8 @@ class NgramDraft(GuessedDraft):
     """Tokens found by a `Lookup`, one for each sequence."""
 
     help = (
-        "what followed the same tokens earlier in source, prompt or output (needs no model; good "
-        "for text that repeats itself)"
+        "what followed the same tokens earlier in source, prompt or output, no more tokens than "
+        "match (needs no model; good for text that repeats itself)"
     )
     reads_corpus = True
 
