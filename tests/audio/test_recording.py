@@ -121,9 +121,8 @@ def test_what_is_missing_is_named(
 ) -> None:
     soundfile.write(tmp_path / "a.wav", sine(0.1, 8000), 8000)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(OutriderError, match=f"{library} is not installed.*pip install") as refused:
+    with pytest.raises(OutriderError, match=f"^backend: .*{library} is not installed.*pip install"):
         samples(tmp_path / "a.wav")
-    assert refused.value.kind == "backend"
     assert samples(sine(0.1, RATE)).dtype == np.float32, "an array needs neither"
 
 
@@ -168,9 +167,8 @@ def test_a_short_recording_is_followed_by_silence() -> None:
 def test_nothing_to_hear(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros(0), RATE)
     for audio in (np.zeros(0), tmp_path / "a.wav"):
-        with pytest.raises(OutriderError, match="is empty: 0 s") as refused:
+        with pytest.raises(OutriderError, match=r"^prompt: .*is empty: 0 s"):
             Windows(Recording(audio, RATE), LOG_MEL, 30 * RATE)
-        assert refused.value.kind == "prompt"
     assert windows(np.ones(1)).frames == 1
 
 

@@ -141,9 +141,8 @@ def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
     ],
 )
 def test_refused(bundle: Path, options: dict[str, Any], cause: str) -> None:
-    with pytest.raises(OutriderError, match=cause) as refused:
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}"):
         one_thread(bundle, 1).transcribe(SOUND[:RATE], **options)
-    assert refused.value.kind == "option"
 
 
 def test_command_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

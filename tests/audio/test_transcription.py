@@ -262,6 +262,5 @@ def test_compression_is_that_of_transformers() -> None:
     ],
 )
 def test_refused(english: bool, options: dict[str, Any], cause: str) -> None:
-    with pytest.raises(OutriderError, match=cause) as refused:
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}"):
         SpeechOptions(**options).check(facts(english))
-    assert refused.value.kind == "option"

@@ -67,9 +67,8 @@ def test_types_of_the_graph(workshop: Workshop, tmp_path: Path, dtype: str) -> N
     else:
         assert facts.max_difference is None
         assert facts.comparison.startswith("not run")
-        with pytest.raises(OutriderError, match="bfloat16") as caught:
+        with pytest.raises(OutriderError, match=r"^backend: .*bfloat16"):
             build(folder, tmp_path / "bundle", backend="onnxruntime", slots=1)
-        assert caught.value.kind == "backend"
         assert list(tmp_path.iterdir()) == []
 
 

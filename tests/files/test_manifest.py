@@ -192,9 +192,8 @@ def test_nesting_without_end(bundle: Path, depth: int) -> None:
     """Either the parser or the code that reads its result gives up."""
     for text in ("[" * depth, '{"kind": "manifest", "a": ' + "[" * depth + "]" * depth + "}"):
         (bundle / MANIFEST_FILE).write_text(text)
-        with pytest.raises(OutriderError) as caught:
+        with pytest.raises(OutriderError, match=r"^bundle: "):
             read_bundle(bundle)
-        assert caught.value.kind == "bundle"
 
 
 @pytest.mark.parametrize("name", [MANIFEST_FILE, "tokenizer/tokenizer.json"])
@@ -221,9 +220,8 @@ def test_a_template_that_is_no_text(bundle: Path) -> None:
     """Fault: a traceback if no hash check rejects the file first."""
     template = bundle / "tokenizer" / "chat_template.jinja"
     template.write_bytes(b"\xff" * template.stat().st_size)
-    with pytest.raises(OutriderError, match="is not UTF-8") as error:
+    with pytest.raises(OutriderError, match=r"^bundle: .*is not UTF-8"):
         load(bundle, verify=False)
-    assert error.value.kind == "bundle"
 
 
 def test_the_model_s_own_limit_travels_along(bundle: Path) -> None:

@@ -262,9 +262,8 @@ def test_texts_allocate_nothing(driver: FakeDriver) -> None:
 def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
     request = Request([2], WARM, gamma=0, eos_token_ids=frozenset(range(300)))
-    with pytest.raises(OutriderError, match="300 end-of-text ids; a GPU supports 256") as caught:
+    with pytest.raises(OutriderError, match=r"^option: .*300 end-of-text ids; a GPU supports 256"):
         decoder.admit(request)
-    assert caught.value.kind == "option"
     assert decoder.slots.free == 1
 
 

@@ -160,9 +160,8 @@ def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeD
 def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     on_fake_gpu._memory = 2**16
     cause = r"needs [\d.]+ MiB of the GPU's memory, but only 0\.1 MiB of 0\.1 MiB are free"
-    with pytest.raises(OutriderError, match=cause) as caught:
+    with pytest.raises(OutriderError, match=f"^memory: .*{cause}"):
         load(llama_bundle, device="cuda")
-    assert caught.value.kind == "memory"
     assert not on_fake_gpu.allocated, "nothing was loaded"
 
 

@@ -337,9 +337,8 @@ def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> Non
     for damage in (_truncate(PAIR_FILE), _flip("target/weights.bin"), shutil.rmtree):
         copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs", dirs_exist_ok=True))
         damage(copy)
-        with pytest.raises(OutriderError) as caught:
+        with pytest.raises(OutriderError, match=r"^bundle: "):
             build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
-        assert caught.value.kind == "bundle"
         assert not (tmp_path / "out").exists()
 
 
@@ -352,9 +351,8 @@ def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) ->
     facts = file_facts(copy / "draft" / "graph.onnx")
     draft = dataclasses.replace(pair.draft, files={**pair.draft.files, "graph.onnx": facts})
     write_json(copy / PAIR_FILE, "pair", dataclasses.replace(pair, draft=draft))
-    with pytest.raises(OutriderError) as caught:
+    with pytest.raises(OutriderError, match=r"^backend: "):
         build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
-    assert caught.value.kind == "backend"
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 

@@ -156,9 +156,8 @@ def test_a_gpu_that_breaks(tmp_path: Path, driver: ctypes.CDLL) -> None:
     with NativeSession(tmp_path) as session:
         session.generate([5, 6], **DRAFTED)
         driver.standin_break(True)
-        with pytest.raises(OutriderError, match="cuStreamSynchronize failed") as caught:
+        with pytest.raises(OutriderError, match=r"^backend: .*cuStreamSynchronize failed"):
             session.admit([5, 6], **DRAFTED)
-        assert caught.value.kind == "backend"
 
 
 def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
@@ -166,9 +165,8 @@ def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
     make_bundle(tmp_path, slots=2, nan_after=20)
     with NativeSession(tmp_path) as session:
         session.admit([5, 6], **{**PLAIN, "max_new_tokens": 1})  # the first slot stays taken
-        with pytest.raises(OutriderError) as caught:
+        with pytest.raises(OutriderError, match=r"^numeric: "):
             session.generate([5, 6, 7], **PLAIN)
-        assert caught.value.kind == "numeric"
         assert len(session.generate([5, 6, 7], **{**PLAIN, "max_new_tokens": 10})) == 10
 
 
@@ -265,9 +263,8 @@ def test_what_does_not_fit(tmp_path: Path, driver: ctypes.CDLL) -> None:
         ({"slots": 3}, "option", "slots=3 is over the 2 that the bundle was built for"),
         ({"plain_width": 2}, "option", "plain_width is for the CPU"),
     ):
-        with pytest.raises(OutriderError, match=cause) as caught:
+        with pytest.raises(OutriderError, match=f"^{kind}: .*{cause}"):
             NativeSession(tmp_path / "bundle", **config)
-        assert caught.value.kind == kind
     driver.standin_room(ctypes.c_size_t(1 << 16))
     with pytest.raises(OutriderError, match="a model needs 0 MiB of the GPU's memory, and 0"):
         NativeSession(tmp_path / "bundle")

@@ -293,18 +293,16 @@ def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
     bundle = with_broken("target", llama_bundle, tmp_path / "bundle")
     with (
         NativeSession(bundle, unverified=1) as session,
-        pytest.raises(OutriderError, match=r"target, slot 0, position 3: NaN") as caught,
+        pytest.raises(OutriderError, match=r"^numeric: .*target, slot 0, position 3: NaN"),
     ):
         session.generate([5, 6, 7])
-    assert caught.value.kind == "numeric"
 
 
 def test_slots_are_finite(llama_bundle: Path) -> None:
     with NativeSession(llama_bundle, slots=2) as session:
         requests = [session.admit([5, 6], max_new_tokens=9) for _ in range(2)]
-        with pytest.raises(OutriderError, match="all 2 slots are in use") as caught:
+        with pytest.raises(OutriderError, match=r"^busy: .*all 2 slots are in use"):
             session.admit([5, 6])
-        assert caught.value.kind == "busy"
         session.release(requests[0])
         assert session.generate([5, 6], max_new_tokens=3, ignore_eos=True)
         with pytest.raises(OutriderError, match="there is no request"):

@@ -193,9 +193,8 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop) -> None:
 def test_refused_of_a_model_that_transcribes(
     whisper: tuple[Path, Path], prompt: list[int] | None, options: dict[str, Any], cause: str
 ) -> None:
-    with pytest.raises(OutriderError, match=cause) as refused:
+    with pytest.raises(OutriderError, match=f"^prompt: .*{cause}"):
         one_thread(whisper[1], 1).generate(prompt, **options)
-    assert refused.value.kind == "prompt"
 
 
 def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> None:
