@@ -235,9 +235,7 @@ def test_baseline_warms_both_ways_up_first(cli):
     asked = []
     run = cli.engine.stream
     cli.monkeypatch.setattr(
-        cli.engine,
-        "stream",
-        lambda prompt, options: asked.append(options) or run(prompt, options),
+        cli.engine, "stream", lambda prompt, options: asked.append(options) or run(prompt, options)
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
     found = [(o.gamma, o.max_new_tokens) for o in asked]

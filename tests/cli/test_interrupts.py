@@ -169,9 +169,7 @@ def process(folder, *argv, pause=0.0, **streams):
     tests = CHECKOUT / "tests" / "support"
     code = SLOW.format(root=str(CHECKOUT), tests=str(tests), folder=str(folder), pause=pause)
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *argv],
-        stderr=subprocess.PIPE,
-        **streams,
+        [sys.executable, "-c", textwrap.dedent(code), *argv], stderr=subprocess.PIPE, **streams
     )
 
 

@@ -19,11 +19,7 @@ from checkpoints import VOCAB_SIZE, write_any
 from commands import CHECKOUT, limited_files
 from exported import LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified

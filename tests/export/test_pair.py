@@ -15,17 +15,7 @@ import pytest
 import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment
-from exported import (
-    SHORT,
-    SHORT_DRAFT,
-    TIED,
-    UNTIED,
-    Refused,
-    eager,
-    edit_json,
-    edit_weights,
-    text,
-)
+from exported import SHORT, SHORT_DRAFT, TIED, UNTIED, Refused, eager, edit_json, edit_weights, text
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 

@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rounds
-from fakes import (
-    EOS,
-    VOCAB_SIZE,
-    Context,
-    make_text_engine,
-    near,
-    random_model,
-)
+from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
 from rounds import broken, cases, check_rows, finish, ids, make_decoder, run
 
 from runtime.backends.engine import CachedRows, Ids
@@ -71,10 +64,7 @@ def a_request(
 
 
 def check_crowd(
-    slots: int,
-    params: SamplingParams,
-    seeds: range = range(4),
-    chains: bool = False,
+    slots: int, params: SamplingParams, seeds: range = range(4), chains: bool = False
 ) -> tuple[int, int]:
     """Returns how many tokens were reused, and how many sequences reached end-of-text."""
     reused, ended = 0, 0

@@ -17,15 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, FORCED, VOCAB_SIZE, WITH_ENCODER
-from encoders import (
-    SOURCES,
-    bundle_of,
-    certified,
-    expected,
-    greedy,
-    same_for_every_gamma,
-    texts,
-)
+from encoders import SOURCES, bundle_of, certified, expected, greedy, same_for_every_gamma, texts
 from originals import one_thread
 from rounds import cases
 from torch.utils._pytree import tree_leaves, tree_unflatten
