@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, random_model, script
-from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
+from rounds import all_samplers, broken, check_rows, ids, is_late, make_decoder, oracle, run
 
 from runtime.decoder import Decoder
 from runtime.sampling.warp import warp
@@ -106,7 +106,7 @@ def respects_minimum(minimum: int, gamma: int) -> None:
     assert sequence.stats.accepted == sequence.stats.examined
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("gamma", [0, 1, GAMMA])
 def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
     for minimum in range(gamma + 4):

@@ -64,7 +64,7 @@ def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
     return list(driver.log)
 
 
-def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
+def decode_randomly(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
     """Decode sequences that join, skip rounds, and leave early or when they finish, at seeded
     random. changing: the probability that a sequence changes its gamma before a round."""
     chance = random.Random(seed)

@@ -253,15 +253,16 @@ Key = tuple[Any, ...]
 def by_keys(
     gamma: int,
     count: int,
-    key_of: Callable[[int, Purpose, int], Key],
     seed: int = 1,
     prompt: Sequence[int] = (1, 2),
+    *,
+    key_of: Callable[[int, Purpose, int], Key] = lambda *key: key,
     **asked: Any,
 ) -> float:
     """Total variation distance of `count` tokens over several rounds from the target's.
 
-    Every key is a separate coin. The search is depth first over the keys, in the order of their
-    first use.
+    Every key is a separate coin; key_of: of a position, a purpose and a lane. The search is depth
+    first over the keys, in the order of their first use.
     """
     target, draft, probs = in_halves(seed)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
@@ -283,7 +284,3 @@ def by_keys(
             coins[last] = 1
 
     return distance(outcomes(), probs, tuple(prompt), count)
-
-
-def own(position: int, purpose: Purpose, lane: int) -> Key:
-    return position, purpose, lane

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, FORCED, VOCAB_SIZE, WITH_ENCODER
-from encoders import SOURCES, bundle_of, certified, expected, greedy, same_for_every_gamma, texts
+from encoders import SOURCES, bundle_of, certify, expected, greedy, same_for_every_gamma, texts
 from originals import one_thread
 from rounds import cases
 from torch.utils._pytree import tree_leaves, tree_unflatten
@@ -232,13 +232,13 @@ def test_beams(workshop: Workshop, encoded: list[int], backend: str) -> None:
 
 
 def test_certificate(t5: tuple[Path, Path]) -> None:
-    certified(t5[1], SOURCES[1])
+    certify(t5[1], SOURCES[1])
 
 
 @pytest.mark.slow
 def test_certificate_in_bfloat16(workshop: Workshop) -> None:
     bundle = bundle_of(workshop, "t5", backend="aotinductor", dtype="bfloat16")[1]
-    certified(bundle, SOURCES[1])
+    certify(bundle, SOURCES[1])
 
 
 @pytest.mark.parametrize("name", cases(["marian"], WITH_ENCODER))

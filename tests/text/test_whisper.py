@@ -19,7 +19,7 @@ from encoders import (
     COMPILED,
     NEW_TOKENS,
     PENALTY,
-    certified,
+    certify,
     greedy,
     original,
     same_for_every_gamma,
@@ -155,13 +155,13 @@ def test_what_the_manifest_says(whisper: tuple[Path, Path]) -> None:
 
 def test_certificate(whisper: tuple[Path, Path]) -> None:
     """With suppressed tokens (test_processors.py: a round that ignores them fails)."""
-    certified(whisper[1], SOURCES[1])
+    certify(whisper[1], SOURCES[1])
 
 
 @pytest.mark.slow
 def test_certificate_in_bfloat16(workshop: Workshop, pair: tuple[Path, Path]) -> None:
     """Its encoder still reads float32."""
-    certified(workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16"), SOURCES[1])
+    certify(workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16"), SOURCES[1])
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def a_request(
     )  # fmt: skip
 
 
-def check_crowd(
+def check_concurrent(
     slots: int, params: SamplingParams, seeds: range = range(4), chains: bool = False
 ) -> tuple[int, int]:
     """Returns how many tokens were reused, and how many sequences reached end-of-text."""
@@ -105,7 +105,7 @@ def check_crowd(
 )  # fmt: skip
 def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
     on_device = rounds.SAMPLER in ("device", "loop")  # slow, because emulated; and reuses no rows
-    reused, ended = check_crowd(slots, params, range(1 if on_device else 4), not on_device)
+    reused, ended = check_concurrent(slots, params, range(1 if on_device else 4), not on_device)
     assert (reused > 200) != on_device and ended > 0
 
 
@@ -164,7 +164,7 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
 )
 def test_a_fault_is_noticed(name: str, fault: Callable[..., Any], params: SamplingParams) -> None:
     with broken(name, fault), pytest.raises(AssertionError):
-        check_crowd(3, params)
+        check_concurrent(3, params)
 
 
 def test_slots_run_out_and_come_back() -> None:
