@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -174,6 +175,19 @@ def test_no_file_is_left_out(bundle: Path) -> None:
         listed.pop(name, None)  # the pair does not list engines
         edited(lambda c, changed=facts: c.update(facts=changed))(bundle)
         with pytest.raises(OutriderError, match="contradicts itself about its files"):
+            read_bundle(bundle)
+
+
+@pytest.mark.parametrize("bundle", ["tensorrt_rtx"], indirect=True)
+def test_files_and_engines_must_agree(bundle: Path) -> None:
+    manifest = read_bundle(bundle)
+    assert manifest.engines is not None
+    alone, files = {"target": manifest.engines["target"]}, manifest.pair.all_files()
+    for wrong, what in (
+        ({"engines": None}, "files"), ({"engines": alone}, "engines"), ({"files": files}, "files"),
+    ):  # fmt: skip
+        write_json(bundle / MANIFEST_FILE, "manifest", dataclasses.replace(manifest, **wrong))
+        with pytest.raises(OutriderError, match=f"contradicts itself about its {what}"):
             read_bundle(bundle)
 
 

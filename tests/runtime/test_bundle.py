@@ -20,7 +20,6 @@ from commands import CHECKOUT, error_line, leftovers, run
 from fakes import edited
 from workshop import MAX_LEN, Workshop, traced_once
 
-import engines.__main__
 import export.compare
 import export.part
 from engines.bundle import build
@@ -91,15 +90,6 @@ DAMAGE = {
     "a short slot": (
         edited(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
         "contradicts itself about its sizes",
-    ),
-    "unlisted tokenizer": (
-        edited(
-            lambda c: [
-                c["facts"]["files"].pop("tokenizer/tokenizer.json"),
-                c["facts"]["pair"]["tokenizer"]["files"].pop("tokenizer.json"),
-            ]
-        ),
-        "contradicts itself about its files",
     ),
     "files elsewhere": (
         edited(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
@@ -315,15 +305,6 @@ def test_building_twice_does_nothing_twice(llama_graphs: Path, tmp_path: Path) -
     (out / "target" / "weights.bin").unlink()
     assert is_built(slots=2)  # a damaged bundle is rebuilt
     read_bundle(out)
-
-
-def test_unknown_backends_are_refused(
-    llama_graphs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = ["--graphs", str(llama_graphs), "--out", str(tmp_path / "out")]
-    assert engines.__main__.main([*places, "--backend", "openvino"]) == EXIT_STATUS["backend"]
-    error_line(capsys.readouterr().err, "backend")
-    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> None:
