@@ -195,11 +195,3 @@ def test_refused_of_a_model_that_transcribes(
 ) -> None:
     with pytest.raises(OutriderError, match=f"^prompt: .*{cause}"):
         one_thread(whisper[1], 1).generate(prompt, **options)
-
-
-def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> None:
-    bundle = workshop.bundle(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
-    with pytest.raises(
-        OutriderError, match=r"the source is float32 \[8, 16\], and the target, a T5"
-    ):
-        one_thread(bundle, 1).generate(None, source=SOURCES[0])
