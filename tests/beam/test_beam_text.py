@@ -80,11 +80,3 @@ def test_the_command(
     status, out, err = cli(*argv, "--json", "--stats", "none", "--slots", "2")
     assert [one["text"] for one in json.loads(out)["hypotheses"]] == [t.text for t in found.texts]
     assert (err, cli.loaded["slots"]) == ("", 2)
-
-
-def test_a_smooth_stream_has_the_same_text(
-    engine: TextEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cli = Cli(engine, capsys, monkeypatch)
-    argv = ["--prompt", "hello", "--max-new-tokens", "30"]
-    assert cli(*argv, "--pace", "smooth")[:2] == cli(*argv, "--pace", "burst")[:2] == cli(*argv)[:2]
