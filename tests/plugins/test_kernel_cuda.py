@@ -282,14 +282,6 @@ def test_illegal_plans_are_refused():
 # --- compiled ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nvrtc():
-    try:
-        return cubins.nvrtc()
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_again"}
 
 
