@@ -246,11 +246,6 @@ def test_pipes_that_do_not_block(cli, monkeypatch):
         assert found.result(20).count("\n") == 20
 
 
-def print_a_line():
-    print("a")
-    return 0
-
-
 def test_a_line_that_only_announces():
     """Fault: "cannot read the tokenizer: … one of. Give …", because a space followed the colon."""
     message = "from one of: \n(1) a file, \n(2) an instance"
@@ -285,7 +280,7 @@ def test_what_print_left_in_the_buffer(name, monkeypatch):
         handlers_kept(), monkeypatch.context() as patch,
     ):  # fmt: skip
         patch.setattr(sys, "stdout", full if expected else pipe)
-        assert run_command(print_a_line) == expected
+        assert run_command(lambda: print("a") or 0) == expected
 
 
 def test_closed_streams(cli, monkeypatch):

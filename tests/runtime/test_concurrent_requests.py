@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import rounds
 from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
-from rounds import broken, cases, check_rows, finish, ids, make_decoder, run
+from rounds import broken, cases, check_rows, finish, ids, make_decoder, outcome, run
 
 from runtime.backends.engine import CachedRows, Ids
 from runtime.beam.text import beam_texts
@@ -42,10 +42,6 @@ BLOCK = replace(SAMPLED, verify="block")
 
 def decoder(slots: int) -> Decoder:
     return make_decoder(MODEL, DRAFT, slots=slots, max_len=96)
-
-
-def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
-    return [(token.id, token.logprob) for token in sequence.output]
 
 
 def a_request(

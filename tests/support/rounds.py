@@ -147,6 +147,11 @@ def ids(sequence: ActiveSequence) -> list[int]:
     return [token.id for token in sequence.output]
 
 
+def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
+    """Ids and log-probabilities of the output."""
+    return [(token.id, token.logprob) for token in sequence.output]
+
+
 def run(decoder: Decoder, request: Request) -> ActiveSequence:
     """Decode a whole request, checking the rows after every round, and release the slot."""
     sequence = decoder.admit(request)
