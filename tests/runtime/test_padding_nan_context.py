@@ -14,7 +14,7 @@ from rounds import (
     broken,
     check_rows,
     ids,
-    is_late,
+    late_ends,
     make_decoder,
     oracle,
     run,
@@ -250,7 +250,7 @@ def test_rows_that_a_bundle_would_not_have() -> None:
         fills_context(1, capacity=40)
     with pytest.raises(AssertionError, match="40"):
         fills_context(3, capacity=40)
-    with is_late(), pytest.raises(AssertionError):
+    with late_ends(), pytest.raises(AssertionError):
         fills_context(3)
 
 

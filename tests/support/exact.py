@@ -210,7 +210,7 @@ def at(**options: Any) -> SamplingParams:
 # --- keys -------------------------------------------------------------------------------------
 
 
-def in_halves(seed: int) -> tuple[Model, Model, Probs]:
+def models_of_halves(seed: int) -> tuple[Model, Model, Probs]:
     """Target, draft and the target's probabilities, all multiples of 1/2, so that a round's outcome
     changes only at 1/2 of a uniform."""
     made: dict[Context, tuple[np.ndarray, np.ndarray]] = {}
@@ -251,7 +251,7 @@ def by_keys(
     Every key is a separate coin; key_of: of a position, a purpose and a lane. The search is depth
     first over the keys, in the order of their first use.
     """
-    target, draft, probs = in_halves(seed)
+    target, draft, probs = models_of_halves(seed)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
     request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
     coins: dict[Key, int] = {}  # in the order of first use

@@ -244,7 +244,7 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 
 
 @contextmanager
-def is_late() -> Iterator[None]:
+def late_ends() -> Iterator[None]:
     """The end of a sequence is detected one token too late."""
     real = Decoder._finish_reason
     noticed: dict[ActiveSequence, str | None] = {}
