@@ -148,6 +148,5 @@ def test_a_file_that_cannot_be_read_is_refused_first(cli: Cli, name: str) -> Non
 
 def test_a_target_that_hears_nothing(tmp_path: Path) -> None:
     engine = make_text_engine(tmp_path, random_model(1))
-    with pytest.raises(OutriderError, match="which reads no audio") as refused:
+    with pytest.raises(OutriderError, match=r"^option: .*which reads no audio"):
         engine.transcribe(np.zeros(16_000))
-    assert refused.value.kind == "option"

@@ -78,9 +78,8 @@ def test_files_that_hold_no_audio(tmp_path: Path) -> None:
     whole = (tmp_path / "a.flac").read_bytes()
     (tmp_path / "damaged.flac").write_bytes(whole[: len(whole) // 2])
     for name in ("text.wav", "empty.wav", "damaged.flac"):
-        with pytest.raises(OutriderError, match="cannot be read as audio: ") as refused:
+        with pytest.raises(OutriderError, match=rf"^prompt: .*{name} cannot be read as audio: "):
             samples(tmp_path / name)
-        assert refused.value.kind == "prompt" and name in refused.value.cause
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.aiff", "a.w64", "a.rf64"])
@@ -89,9 +88,8 @@ def test_a_file_that_is_cut_off(tmp_path: Path, name: str) -> None:
     soundfile.write(tmp_path / name, sine(1, RATE), RATE)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OutriderError, match="is truncated: it has") as refused:
+    with pytest.raises(OutriderError, match=rf"^prompt: .*{name} is truncated: it has"):
         samples(tmp_path / name)
-    assert refused.value.kind == "prompt" and name in refused.value.cause
 
 
 def test_a_file_that_was_written_into_a_pipe(tmp_path: Path) -> None:
@@ -121,9 +119,8 @@ def test_what_is_missing_is_named(
 ) -> None:
     soundfile.write(tmp_path / "a.wav", sine(0.1, 8000), 8000)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(OutriderError, match=f"{library} is not installed.*pip install") as refused:
+    with pytest.raises(OutriderError, match=f"^backend: .*{library} is not installed.*pip install"):
         samples(tmp_path / "a.wav")
-    assert refused.value.kind == "backend"
     assert samples(sine(0.1, RATE)).dtype == np.float32, "an array needs neither"
 
 
@@ -168,9 +165,8 @@ def test_a_short_recording_is_followed_by_silence() -> None:
 def test_nothing_to_hear(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros(0), RATE)
     for audio in (np.zeros(0), tmp_path / "a.wav"):
-        with pytest.raises(OutriderError, match="is empty: 0 s") as refused:
+        with pytest.raises(OutriderError, match=r"^prompt: .*is empty: 0 s"):
             Windows(Recording(audio, RATE), LOG_MEL, 30 * RATE)
-        assert refused.value.kind == "prompt"
     assert windows(np.ones(1)).frames == 1
 
 

@@ -18,7 +18,7 @@ import torch
 from checkpoints import EOS, tokenizer
 from commands import handlers_kept
 from originals import one_thread
-from talks import LANGUAGES, RATE, TEXT, VOCAB_SIZE, ZERO, check, model, talk, theirs
+from speech import LANGUAGES, RATE, TEXT, VOCAB_SIZE, ZERO, check, expected_segments, model, talk
 from tokenizers import pre_tokenizers
 from transformers import WhisperFeatureExtractor
 from workshop import Workshop
@@ -59,7 +59,7 @@ def bundle(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize("context", [False, True])
 def test_a_talk(bundle: Path, seconds: int, context: bool) -> None:
     sound = talk(seconds)
-    expected = theirs(sound, SEED, condition_on_prev_tokens=context)
+    expected = expected_segments(sound, SEED, condition_on_prev_tokens=context)
     for slots, gamma in ((1, 0), (1, 4), (2, 3)):
         engine = one_thread(bundle, slots)
         found = engine.transcribe(sound, gamma=gamma, condition_on_prev_tokens=context)
@@ -83,7 +83,7 @@ def test_a_checkpoint_with_short_texts(bundle: Path) -> None:
     engine.manifest = replace(engine.manifest, pair=pair)
     sound = SOUND[: 30 * RATE]
     found = engine.transcribe(sound, timestamps=True)
-    check(list(found.segments), theirs(sound, SEED, max_length=12))
+    check(list(found.segments), expected_segments(sound, SEED, max_length=12))
     longer = one_thread(bundle, 1).transcribe(sound, timestamps=True)
     assert found.stats.output_tokens < longer.stats.output_tokens
 
@@ -141,9 +141,8 @@ def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
     ],
 )
 def test_refused(bundle: Path, options: dict[str, Any], cause: str) -> None:
-    with pytest.raises(OutriderError, match=cause) as refused:
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}"):
         one_thread(bundle, 1).transcribe(SOUND[:RATE], **options)
-    assert refused.value.kind == "option"
 
 
 def test_command_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +151,7 @@ def test_command_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert generate.main(["--engines", str(bundle), "--audio", path, "--format", "json"]) == 0
     out, err = capsys.readouterr()
     assert [part["token_ids"] for part in json.loads(out)["segments"]] == [
-        part["tokens"].tolist() for part in theirs(SOUND, SEED)
+        part["tokens"].tolist() for part in expected_segments(SOUND, SEED)
     ]
     assert "audio 65.0 s | windows " in err and "rounds " in err
 

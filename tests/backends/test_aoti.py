@@ -74,9 +74,8 @@ def test_graphs_of_the_other_format_are_refused(
         (workshop.graphs(workshop.checkpoint("llama")), "aotinductor", "torch"),
         (graphs, "onnxruntime", "onnx"),
     ):
-        with pytest.raises(OutriderError, match=f"with --format {wants}") as caught:
+        with pytest.raises(OutriderError, match=f"^backend: .*with --format {wants}"):
             build(folder, tmp_path / "out", backend=backend, slots=1)
-        assert caught.value.kind == "backend"
     assert list(tmp_path.iterdir()) == []
 
 

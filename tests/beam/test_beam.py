@@ -307,9 +307,8 @@ def test_broken_logits_are_an_error_that_names_model_and_position(
         return np.full(V, value, np.float32) if len(context) == 6 else model(context)
 
     models = (breaks, model) if broken == "target" else (model, breaks)
-    with pytest.raises(OutriderError, match=f"{broken}, position 6") as caught:
+    with pytest.raises(OutriderError, match=f"^numeric: .*{broken}, position 6"):
         search(*models, gamma=5, eos_token_ids=())
-    assert caught.value.kind == "numeric"
 
 
 def test_slots_with_broken_rows_are_emptied() -> None:

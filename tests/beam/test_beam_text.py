@@ -50,9 +50,8 @@ def test_a_slot_in_use(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(slot_queue, "GRACE", 0.01)
     stream = engine.stream("hello", max_new_tokens=5)
     next(stream)
-    with pytest.raises(OutriderError) as caught:
+    with pytest.raises(OutriderError, match=r"^busy: "):
         beam_texts(engine, "hello")
-    assert caught.value.kind == "busy"
     stream.close()
     beam_texts(engine, "hello", max_new_tokens=2)
 
@@ -81,11 +80,3 @@ def test_the_command(
     status, out, err = cli(*argv, "--json", "--stats", "none", "--slots", "2")
     assert [one["text"] for one in json.loads(out)["hypotheses"]] == [t.text for t in found.texts]
     assert (err, cli.loaded["slots"]) == ("", 2)
-
-
-def test_a_smooth_stream_has_the_same_text(
-    engine: TextEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cli = Cli(engine, capsys, monkeypatch)
-    argv = ["--prompt", "hello", "--max-new-tokens", "30"]
-    assert cli(*argv, "--pace", "smooth")[:2] == cli(*argv, "--pace", "burst")[:2] == cli(*argv)[:2]

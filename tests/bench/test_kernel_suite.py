@@ -105,9 +105,8 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     calls = ["token: verify"]
     assert times.measure(rounds, calls)["times"].keys() == {*calls}
     monkeypatch.setattr(Round, "verify", other)
-    with pytest.raises(OutriderError, match=r"token, V 2048: .*differ from NumPy") as caught:
+    with pytest.raises(OutriderError, match=r"^numeric: .*token, V 2048: .*differ from NumPy"):
         times.measure(rounds, calls)
-    assert caught.value.kind == "numeric"
 
 
 def test_points_have_the_bytes_of_their_outcome():

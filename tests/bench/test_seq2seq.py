@@ -199,11 +199,18 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     )
 
 
-def _check_known_output(pair: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:
+MODES = {name: modes for (name, bits), modes in MEASURED["seq2seq"].items() if bits == "float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
+def test_systems_read_sources(pair: Pair, name: str, tmp_path: Path) -> None:
+    if (reason := SYSTEMS[name].missing_reason()) is not None:
+        pytest.skip(reason)
     shape = TINY[pair.shape]
-    options: dict[str, Any] = {"threads": 1, "work": work, "max_len": 128}
+    options: dict[str, Any] = {"threads": 1, "work": tmp_path, "max_len": 128}
     with Peer(name, pair.target, draft=pair.draft, **options) as peer:
-        for number, mode in enumerate(modes):
+        for number, mode in enumerate(MODES[name]):
             first = 200 + number
             begin = (*shape.begin, first)
             (text,) = peer.generate(Request([source(shape, number)], 16, mode, begin=begin))
@@ -216,14 +223,3 @@ def _check_known_output(pair: Pair, name: str, modes: tuple[str, ...], work: Pat
         assert (
             0 < peer.facts["weights"] < 4 * pair.target.joinpath("model.safetensors").stat().st_size
         )
-
-
-MODES = {name: modes for (name, bits), modes in MEASURED["seq2seq"].items() if bits == "float32"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODES)
-def test_systems_read_sources(pair: Pair, name: str, tmp_path: Path) -> None:
-    if (reason := SYSTEMS[name].missing_reason()) is not None:
-        pytest.skip(reason)
-    _check_known_output(pair, name, MODES[name], tmp_path)

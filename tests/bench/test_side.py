@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import pytest
 from commands import error_line
@@ -54,11 +55,8 @@ def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) ->
     return Text(list(range(len(times))), times, [0.0] * len(times), notes=dict(notes))
 
 
-class FakeContext:
+class FakeContext(AbstractContextManager):
     """A context manager in place of a peer's process; it does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import CopyingFake, near, random_model
-from rounds import make_decoder, run
+from rounds import make_decoder, outcome, run
 
 from runtime.beam.search import beam_search
 from runtime.decoder import Decoder
@@ -29,10 +29,6 @@ PROMPTS = [[3], [3, 4], list(range(2, 19)), list(range(2, 31))]
 Output = list[tuple[int, float | None]]
 
 
-def output(sequence: ActiveSequence) -> Output:
-    return [(token.id, token.logprob) for token in sequence.output]
-
-
 def request(prompt: Iterable[int], params: SamplingParams, gamma: int, **more: Any) -> Request:
     return Request(list(prompt), params, gamma, max_new_tokens=24, logprobs=0, **more)
 
@@ -41,7 +37,7 @@ def texts(params: SamplingParams, gammas: Iterable[int], **options: Any) -> list
     """The output for each gamma and prompt. Slots are reused with their cached rows."""
     decoder = make_decoder(MODEL, DRAFT, order=3, alone=1e-3, **options)
     return [
-        [output(run(decoder, request(prompt, params, gamma))) for prompt in PROMPTS]
+        [outcome(run(decoder, request(prompt, params, gamma))) for prompt in PROMPTS]
         for gamma in gammas
     ]
 
@@ -52,7 +48,7 @@ def test_the_same_for_every_gamma(params: SamplingParams) -> None:
     assert all(one == plain for one in drafted)
     # It is the output of wider calls: that of an engine without the rounding.
     exact = make_decoder(MODEL, DRAFT, order=3)
-    assert plain == [output(run(exact, request(prompt, params, 0))) for prompt in PROMPTS]
+    assert plain == [outcome(run(exact, request(prompt, params, 0))) for prompt in PROMPTS]
     # Control: calls of one token.
     plain, drafted_once = texts(params, (0, 4), min_width=1)
     assert plain != drafted_once
@@ -71,7 +67,7 @@ def run_batched(decoder: Decoder, params: SamplingParams) -> list[Output]:
             return found
         decoder.round(list(active))
         for sequence in [one for one in active if one.finish_reason is not None]:
-            found[active.pop(sequence)] = output(sequence)
+            found[active.pop(sequence)] = outcome(sequence)
             decoder.release(sequence)
 
 

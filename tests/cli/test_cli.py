@@ -134,6 +134,8 @@ def test_streamed_or_not_the_text_is_the_same(cli):
     writes.clear()
     _, whole, _ = cli("--prompt", "hello", "--stats", "none", "--no-stream")
     assert writes == [whole] == [streamed]
+    for pace in ("smooth", "burst"):
+        assert cli("--prompt", "hello", "--stats", "none", "--pace", pace)[:2] == (0, whole)
 
 
 def test_a_random_seed_is_printed_and_repeats_the_text(cli):
@@ -235,9 +237,7 @@ def test_baseline_warms_both_ways_up_first(cli):
     asked = []
     run = cli.engine.stream
     cli.monkeypatch.setattr(
-        cli.engine,
-        "stream",
-        lambda prompt, options: asked.append(options) or run(prompt, options),
+        cli.engine, "stream", lambda prompt, options: asked.append(options) or run(prompt, options)
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
     found = [(o.gamma, o.max_new_tokens) for o in asked]

@@ -82,11 +82,10 @@ def test_a_library_that_is_missing_and_one_that_is_broken(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_one.py").write_text("import what_it_needs")
     with (
-        pytest.raises(OutriderError, match=r"X is not installed\. Install it\.") as error,
+        pytest.raises(OutriderError, match=r"^backend: .*X is not installed\. Install it\."),
         importing("nowhere.inside", "Install it", "X"),
     ):
         import nowhere.inside  # noqa: F401
-    assert error.value.kind == "backend"
     with (
         pytest.raises(OutriderError, match="cannot be imported: No module named 'what_it_needs'"),
         importing("broken_one", "Install it"),
@@ -117,9 +116,8 @@ def test_a_session_that_does_not_open(
         dtype = "float32"
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
-    with pytest.raises(OutriderError) as error:
+    with pytest.raises(OutriderError, match=f"^{kind}: "):
         ort_backend.open_session(tmp_path, Facts(), [], 1)
-    assert error.value.kind == kind
 
 
 # Failures while running
@@ -171,9 +169,7 @@ def process(folder, *argv, pause=0.0, **streams):
     tests = CHECKOUT / "tests" / "support"
     code = SLOW.format(root=str(CHECKOUT), tests=str(tests), folder=str(folder), pause=pause)
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *argv],
-        stderr=subprocess.PIPE,
-        **streams,
+        [sys.executable, "-c", textwrap.dedent(code), *argv], stderr=subprocess.PIPE, **streams
     )
 
 
@@ -250,11 +246,6 @@ def test_pipes_that_do_not_block(cli, monkeypatch):
         assert found.result(20).count("\n") == 20
 
 
-def print_a_line():
-    print("a")
-    return 0
-
-
 def test_a_line_that_only_announces():
     """Fault: "cannot read the tokenizer: … one of. Give …", because a space followed the colon."""
     message = "from one of: \n(1) a file, \n(2) an instance"
@@ -289,7 +280,7 @@ def test_what_print_left_in_the_buffer(name, monkeypatch):
         handlers_kept(), monkeypatch.context() as patch,
     ):  # fmt: skip
         patch.setattr(sys, "stdout", full if expected else pipe)
-        assert run_command(print_a_line) == expected
+        assert run_command(lambda: print("a") or 0) == expected
 
 
 def test_closed_streams(cli, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import CHECKOUT
-from exact import at, by_bisection, by_keys, own
+from exact import at, by_bisection, by_keys
 from fakes import VOCAB_SIZE, near, random_model, script
 from rounds import (
     accept_everything,
@@ -26,7 +26,7 @@ from rounds import (
     oracle,
     plain,
     run,
-    together,
+    run_all,
 )
 
 from export import ngram
@@ -101,7 +101,7 @@ def test_drafting_that_stops_early(threshold: float) -> None:
     """Over several rounds, in which every random number is an independent draw."""
     for rule in ("token", "block"):
         asked = {"params": at(verify=rule), "draft_threshold": threshold}
-        assert by_keys(2, 4, own, **asked) < 1e-12
+        assert by_keys(2, 4, **asked) < 1e-12
 
 
 # Contains every pair of tokens, so that a lookup after any of them finds two tokens or more.
@@ -124,7 +124,7 @@ def test_a_chain(gamma: int, count: int, seed: int) -> None:
 
     original = Lookup.propose
     with broken("drafts.lookup.Lookup.propose", propose):
-        assert by_keys(gamma, count, own, seed, ALL_PAIRS, draft="chain") < 1e-12
+        assert by_keys(gamma, count, seed, ALL_PAIRS, draft="chain") < 1e-12
     assert proposed or gamma == 1
 
 
@@ -132,17 +132,17 @@ def test_a_chain(gamma: int, count: int, seed: int) -> None:
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_lookups(rule: Any) -> None:
     asked = {"prompt": ALL_PAIRS, "draft": "ngram", "params": at(verify=rule)}
-    assert by_keys(2, 4, own, **asked) < 1e-12
+    assert by_keys(2, 4, **asked) < 1e-12
 
 
 def test_a_rule_that_takes_every_lookup_is_noticed() -> None:
     with broken("sampling.reference.verify", accept_everything):
-        assert by_keys(2, 4, own, prompt=ALL_PAIRS, draft="ngram") > 0.01
+        assert by_keys(2, 4, prompt=ALL_PAIRS, draft="ngram") > 0.01
 
 
 def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
     with broken("drafts.chain._seed", lambda sequence: sequence.request.params.seed):
-        assert by_keys(2, 4, own, 1, ALL_PAIRS, draft="chain") > 0.01
+        assert by_keys(2, 4, 1, ALL_PAIRS, draft="chain") > 0.01
 
 
 def test_a_chain_whose_rows_are_others_is_noticed() -> None:
@@ -154,7 +154,7 @@ def test_a_chain_whose_rows_are_others_is_noticed() -> None:
         row[:] = 0
 
     with broken("drafts.proposer.Proposer._fill_row", flat):
-        assert by_keys(2, 4, own, 1, ALL_PAIRS, draft="chain") > 0.01
+        assert by_keys(2, 4, 1, ALL_PAIRS, draft="chain") > 0.01
 
 
 # Their purpose
@@ -193,7 +193,7 @@ def test_all_kinds_side_by_side() -> None:
         return make_decoder(model, near(model, 2, 0.5), tables=tables(), slots=slots)
 
     alone = [ids(run(decoder(1), request)) for request in requests]
-    for i, sequence in enumerate(together(decoder(len(requests)), requests)):
+    for i, sequence in enumerate(run_all(decoder(len(requests)), requests)):
         assert ids(sequence) == alone[i], kinds[i]
 
 
@@ -205,7 +205,7 @@ def test_a_lookup_beside_fewer_steps(gamma: int, threshold: float) -> None:
     steps = replace(lookup, gamma=gamma, draft="model", draft_threshold=threshold)
     decoders = [make_decoder(REPEATS, random_model(2), slots=slots) for slots in (1, 1, 2)]
     alone = [run(decoders[0], lookup), run(decoders[1], steps)]
-    beside = together(decoders[2], [lookup, steps])
+    beside = run_all(decoders[2], [lookup, steps])
     assert [x.output for x in beside] == [x.output for x in alone]
     assert beside[0].stats.drafted == alone[0].stats.drafted > 2 * alone[0].stats.rounds
     calls = [len(decoder.draft.calls) for decoder in decoders]
@@ -219,7 +219,7 @@ def test_a_chain_near_the_end_of_a_context() -> None:
     requests = [
         Request([2] * length, gamma=8, draft="chain", max_new_tokens=60) for length in (3, 40)
     ]
-    for sequence, request in zip(together(decoder, requests), requests, strict=True):
+    for sequence, request in zip(run_all(decoder, requests), requests, strict=True):
         assert sequence.finish_reason == "context"
         assert ids(sequence) == oracle(
             model, replace(request, max_new_tokens=48 - len(request.prompt))

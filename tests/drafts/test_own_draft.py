@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from exact import V, by_keys, own
+from exact import V, by_keys
 from fakes import random_model
 from rounds import ids, make_decoder, on_host, plain, run
 
@@ -53,8 +53,8 @@ def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @on_host
 def test_the_distribution_is_the_targets() -> None:
     for seed in (1, 2):
-        assert by_keys(2, 4, own, seed, draft="phrases") < 1e-12
-    liar = max(by_keys(2, 4, own, seed, draft="liar") for seed in (1, 2))
+        assert by_keys(2, 4, seed, draft="phrases") < 1e-12
+    liar = max(by_keys(2, 4, seed, draft="liar") for seed in (1, 2))
     assert liar > 0.01, "the control: a misreported q"
 
 

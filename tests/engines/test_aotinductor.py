@@ -89,9 +89,8 @@ def test_other_gpus_are_refused(
     machine: Machine, capability: tuple[int, int] | None, sm: str, dtype: str, cause: str
 ) -> None:
     machine(capability)
-    with pytest.raises(OutriderError, match=cause) as caught:
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}"):
         aotinductor.targets(sm, dtype)
-    assert caught.value.kind == "option"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,8 @@ def test_what_compiles_for_a_gpu_is_missing(
 ) -> None:
     machine((9, 0))
     monkeypatch.setattr(name, nothing)
-    with pytest.raises(OutriderError, match=f"AOTInductor needs .*{what}.* SM=cpu") as caught:
+    with pytest.raises(OutriderError, match=f"^backend: .*AOTInductor needs .*{what}.* SM=cpu"):
         aotinductor.targets("", "float16")
-    assert caught.value.kind == "backend"
     assert aotinductor.targets("cpu", "float16") == cpu_targets()
 
 

@@ -51,6 +51,7 @@ NO_LEVEL = "OPT_LEVEL={} does not apply to the backend "
             for n in (-1, 0, MAX_SLOTS + 1)
         ),
         (("--slots=0", "--graphs", "nowhere"), "option", "SLOTS=0 is out of range"),
+        (("--backend=openvino", *HALF), "backend", "cannot build for the backend openvino"),
         (("--supports", "float32", "--sm=89"), "option", "SM=89 names GPUs"),
         (("--supports", "float32", "--opt-level=3"), "option", NO_LEVEL.format(3) + "onnxruntime"),
         (("--backend=aotinductor", *HALF, "--opt-level=0"), "option", NO_LEVEL.format(0)),

@@ -271,9 +271,8 @@ def test_which_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("75", "float16", ["int4"], "SM=75 has no int4, .* SM=80", "WEIGHTS"),
         ("89,86,80", "float16", ["fp8", "int8"], "SM=86 has no fp8, .* SM=89", "leave 86 out"),
     ):
-        with pytest.raises(OutriderError, match=cause) as caught:
+        with pytest.raises(OutriderError, match=f"^option: .*{cause}.*{remedy}"):
             targets(sm, dtype, weights)
-        assert caught.value.kind == "option" and re.search(remedy, caught.value.remedy)
     monkeypatch.setattr(rtx, "present_gpus", lambda: {120: 0, 89: 0})
     assert targets("", "float16") == ["sm89", "sm120"]
     assert targets("80", "float16") == ["sm80"]

@@ -25,7 +25,7 @@ from bench.suites.gpu import suite as gpu_check
 from engines.tensorrt import builder
 from runtime import generate
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import MANIFEST_FILE, PAIR_FILE, file_facts, read_bundle, read_pair
+from runtime.files.manifest import PAIR_FILE, file_facts, read_bundle, read_pair
 from runtime.files.records import write_json
 
 # Refused by the library
@@ -205,20 +205,3 @@ def test_opening_where_it_cannot_run(rtx_bundle: Path, capsys: pytest.CaptureFix
     assert status == EXIT_STATUS["backend"]
     cause = error_line(capsys.readouterr().err, "backend")
     assert re.search(r"cuda-bindings|no CUDA driver", cause)
-
-
-@needs_library
-def test_files_and_manifest_must_agree(rtx_bundle: Path, tmp_path: Path) -> None:
-    manifest = read_bundle(rtx_bundle)
-    assert manifest.engines is not None
-    for name in ("target", "draft", "tokenizer"):
-        (tmp_path / name).symlink_to(rtx_bundle / name)
-    for contradiction in (
-        {"engines": None},
-        {"engines": {"target": manifest.engines["target"]}},
-        {"files": manifest.pair.all_files()},
-    ):
-        wrong = dataclasses.replace(manifest, **contradiction)
-        write_json(tmp_path / MANIFEST_FILE, "manifest", wrong)
-        with pytest.raises(OutriderError, match="contradicts itself"):
-            read_bundle(tmp_path)

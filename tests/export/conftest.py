@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import error_line
-from exported import Refused, command, nothing_left
+from exported import Refused, nothing_left, run_export
 
 from runtime.files.errors import EXIT_STATUS
 
@@ -16,7 +16,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run an export that must be refused and return the error line. No file may be left behind."""
 
     def export_refused(model: Path | str, *options: str, kind: str = "checkpoint") -> str:
-        status, output = command(capsys, tmp_path, model, *options)
+        status, output = run_export(capsys, tmp_path, model, *options)
         assert status == EXIT_STATUS[kind], output
         error_line(output, kind)
         assert nothing_left(tmp_path)

@@ -105,9 +105,8 @@ def test_backends_that_run_no_encoder(
         assert (ENCODER_DECODERS in supported_features(name, dtype, sm)) == supported
     monkeypatch.setattr(aotinductor, "targets", lambda *_: ["sm90"])
     for name in ("tensorrt_rtx", "aotinductor"):
-        with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:
+        with pytest.raises(OutriderError, match=r"^backend: .*does not run encoder-decoders"):
             build(graphs, tmp_path / "out", backend=name, slots=1)
-        assert refused.value.kind == "backend"
 
 
 @pytest.mark.parametrize(

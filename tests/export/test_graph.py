@@ -17,13 +17,9 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_any
 from commands import CHECKOUT, limited_files
-from exported import LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, text, type_of
+from exported import LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, random_ids, type_of
 from rounds import cases
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified
@@ -146,7 +142,7 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
     folder = workshop.graphs(source)
     facts = read_pair(folder).target
     engine = OrtEngine(folder / "target", facts, slots=3, max_outputs=MAX_GAMMA + 1, threads=1)
-    ids = text(2, 60)
+    ids = random_ids(2, 60)
     expected = eager(source, ids)
     bound = 1e-5 * (1 + np.abs(expected).max())
     rng = np.random.default_rng(9)
@@ -159,7 +155,7 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
     while length.max() + MAX_GAMMA + 1 < ids.shape[1]:
         width, garbage = int(rng.integers(1, MAX_GAMMA + 2)), int(rng.integers(0, MAX_GAMMA + 1))
         length = np.maximum(length - rng.integers(0, 4, 2), 0)  # roll-back, into the prompt too
-        call = text(2, width, seed=int(rng.integers(1 << 30)))
+        call = random_ids(2, width, seed=int(rng.integers(1 << 30)))
         right = max(1, width - garbage)  # the number of tokens that belong to the text
         for slot in range(2):
             call[slot, :right] = ids[slot, length[slot] : length[slot] + right]
@@ -180,7 +176,7 @@ def test_soft_caps(workshop: Workshop) -> None:
     model = graph(workshop.graphs(source))
     nodes = Counter(node.op_type for node in model.graph.node)
     assert (nodes["Tanh"], nodes["CappedAttention"]) == (1, LAYERS)
-    ids = text(1, 20)
+    ids = random_ids(1, 20)
     capped = eager(source, ids)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         other = AutoModelForCausalLM.from_pretrained(
@@ -198,11 +194,11 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
     facts = read_pair(folder).draft
     assert facts is not None and (facts.max_len, facts.capacity) == (SHORT, CAPACITY)
     engine = OrtEngine(folder / "draft", facts, slots=1, max_outputs=MAX_GAMMA + 1, threads=1)
-    ids = text(1, SHORT)
+    ids = random_ids(1, SHORT)
     expected = eager(source, ids)
     start = SHORT - 3
     engine.forward(ids[:, :start], np.array([0]), np.array([0]))
-    call = np.concatenate([ids[:, start:], text(1, MAX_GAMMA - 2)], axis=1)
+    call = np.concatenate([ids[:, start:], random_ids(1, MAX_GAMMA - 2)], axis=1)
     logits = engine.forward(call, np.array([start]), np.arange(3))
     assert np.abs(logits[0] - expected[0, start:]).max() < 1e-5 * (1 + np.abs(expected).max())
 
@@ -210,7 +206,7 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
 def test_a_model_that_computes_the_logits_of_all_positions(tmp_path: Path) -> None:
     """Some models ignore `logits_to_keep`, or pass it to their attention. Fault: refused."""
     assert write_any(tmp_path, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration) is None
-    checkpoint, ids = find(str(tmp_path)), torch.from_numpy(text(2, 5))
+    checkpoint, ids = find(str(tmp_path)), torch.from_numpy(random_ids(2, 5))
     model = load(checkpoint, torch.float32)
     with torch.no_grad():
         every = model(input_ids=ids).logits

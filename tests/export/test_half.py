@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, SMALL, WITH_ENCODER
-from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, of_type, text, type_of
+from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, of_type, random_ids, type_of
 from rounds import cases
 from workshop import MAX_LEN, Workshop
 
@@ -38,7 +38,7 @@ def test_logits_and_text(workshop: Workshop, name: str, backend: str, dtype: str
     assert facts.max_difference is not None
     assert 0 < facts.max_difference <= facts.tolerance
     engine = host_engine(backend)(bundle / "target", facts, slots=1, max_outputs=1, threads=1)
-    ids = text(1, 40)
+    ids = random_ids(1, 40)
     expected = eager(source, ids)
     difference = 0.0
     for i in range(40):
@@ -67,9 +67,8 @@ def test_types_of_the_graph(workshop: Workshop, tmp_path: Path, dtype: str) -> N
     else:
         assert facts.max_difference is None
         assert facts.comparison.startswith("not run")
-        with pytest.raises(OutriderError, match="bfloat16") as caught:
+        with pytest.raises(OutriderError, match=r"^backend: .*bfloat16"):
             build(folder, tmp_path / "bundle", backend="onnxruntime", slots=1)
-        assert caught.value.kind == "backend"
         assert list(tmp_path.iterdir()) == []
 
 

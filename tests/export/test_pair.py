@@ -15,17 +15,7 @@ import pytest
 import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment
-from exported import (
-    SHORT,
-    SHORT_DRAFT,
-    TIED,
-    UNTIED,
-    Refused,
-    eager,
-    edit_json,
-    edit_weights,
-    text,
-)
+from exported import SHORT, SHORT_DRAFT, TIED, UNTIED, Refused, eager, edit_json, edit_weights
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
@@ -68,7 +58,7 @@ def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
     assert pair.draft is not None
     assert (pair.max_len, pair.draft.max_len, pair.draft.capacity) == (MAX_LEN, SHORT, CAPACITY)
     engine = load(workshop.bundle(target, draft), slots=1)
-    prompt = text(1, 10)[0].tolist()
+    prompt = list(range(40, 50))
     result = engine.generate(prompt, max_new_tokens=100, gamma=4, ignore_eos=True)
     logits = eager(target, np.array([prompt + result.token_ids]))[0, len(prompt) - 1 : -1]
     assert result.token_ids == logits.argmax(-1).tolist()

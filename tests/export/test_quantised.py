@@ -237,8 +237,7 @@ def test_products_of_one_input_are_one_node_whatever_their_bits(
 
 
 @pytest.mark.parametrize(
-    ("weights", "levels"),
-    cases([], [("fp8", [FLOAT8] * 9), ("int4", [INT4] * 8 + [INT8])]),
+    ("weights", "levels"), cases([], [("fp8", [FLOAT8] * 9), ("int4", [INT4] * 8 + [INT8])])
 )
 def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
     workshop: Workshop, weights: str, levels: list[int]

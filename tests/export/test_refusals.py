@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, VOCAB_SIZE, write_any
 from commands import error_line
-from exported import TIED, UNTIED, Refused, command, edit_json, edit_weights
+from exported import TIED, UNTIED, Refused, edit_json, edit_weights, run_export
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -337,7 +337,7 @@ def test_a_foreign_folder_is_refused_before_the_work(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.md").write_text("years of work")
-    status, err = command(capsys, tmp_path, workshop.checkpoint(TIED))
+    status, err = run_export(capsys, tmp_path, workshop.checkpoint(TIED))
     assert status == EXIT_STATUS["disk"]
     assert "cannot be replaced" in error_line(err, "disk")
     assert err.count("\n") == 1
@@ -349,10 +349,10 @@ def test_a_model_without_an_end_is_said(
 ) -> None:
     """Its texts end only at the length limit, which may be intended, so it is just a note."""
     message = "names no eos_token_id"
-    assert message not in command(capsys, tmp_path, copy)[1]  # control: token 0 ends a text
+    assert message not in run_export(capsys, tmp_path, copy)[1]  # control: token 0 ends a text
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _json(name, eos_token_id=None, eos_token=None)(copy)
-    assert message in command(capsys, tmp_path, copy)[1]
+    assert message in run_export(capsys, tmp_path, copy)[1]
 
 
 CONTENT_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"

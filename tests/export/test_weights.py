@@ -101,12 +101,6 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
         assert (error <= floor * (1 + 1e-6)).all()
 
 
-def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest() -> None:
-    weight = _random(64, 256)
-    error = ((round_to_nearest(weight, 4).dense() - weight) ** 2).sum()
-    assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
-
-
 def _ratio(above: Matrix, below: Matrix) -> Matrix:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(np.abs(below) < np.float32(2**-25), np.float32(0), above / below)

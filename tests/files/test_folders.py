@@ -126,9 +126,7 @@ def test_a_part_that_was_exported_again(place: Place) -> None:
     assert not place.part.parent.exists()
 
 
-def test_leftovers_of_the_same_process_id_and_beside_a_name_with_brackets(
-    tmp_path: Path,
-) -> None:
+def test_leftovers_of_the_same_process_id_and_beside_a_name_with_brackets(tmp_path: Path) -> None:
     """Faults: in a container, where every process has the same id, the next build failed because
     its temporary folder existed; and the leftovers of "a[b]" were never found."""
     out = tmp_path / "a[b]"

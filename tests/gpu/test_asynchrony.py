@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_standin import FakeDriver
 from device_standin import make_device, make_driver
-from devices import DRAFT, MODEL, decoder_on, host, steps, wander
+from devices import DRAFT, MODEL, decode_randomly, decoder_on, host, steps
 from rounds import broken, cases
 
 from runtime.backends import cuda
@@ -30,18 +30,18 @@ def test_the_hosts_tokens_whenever_things_happen(
     """With so little page-locked memory that uploads have to wait for it."""
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
     driver = make_driver(seed)
-    found = wander(decoder_on(driver, rounds=rounds, slots=3), seed)
-    assert found == wander(host(monkeypatch, slots=3), seed)
+    found = decode_randomly(decoder_on(driver, rounds=rounds, slots=3), seed)
+    assert found == decode_randomly(host(monkeypatch, slots=3), seed)
 
 
 def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: no wait for the results."""
-    expected = wander(host(monkeypatch, slots=3), 0)
+    expected = decode_randomly(host(monkeypatch, slots=3), 0)
     noticed = 0
     with broken("backends.cuda.Cuda.wait_for_event", lambda self, event: None):
         for seed in SEEDS:
             try:
-                noticed += wander(decoder_on(make_driver(seed), slots=3), 0) != expected
+                noticed += decode_randomly(decoder_on(make_driver(seed), slots=3), 0) != expected
             except (OutriderError, AssertionError, ValueError, IndexError):
                 noticed += 1
     assert noticed
@@ -118,6 +118,6 @@ def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.Monkey
     monkeypatch.setattr("devices.DRAFT", rounded(DRAFT))
     half = decoder_on(driver, slots=3, dtype="bfloat16")
     whole = decoder_on(make_driver(), slots=3)
-    assert wander(half, 0) == wander(whole, 0)
+    assert decode_randomly(half, 0) == decode_randomly(whole, 0)
     half_bytes, bytes_ = (x.rounds._sizes.bytes()["target_logits"] for x in (half, whole))
     assert 2 * half_bytes == bytes_

@@ -133,9 +133,8 @@ def test_the_benchmarks_rounds_are_the_references(device, torch_cuda, name):
 def test_memory_that_is_not_there():
     device = make_device(FakeDriver(emulated_library(), memory=1000))
     case = Case(0, 300, 1, slots=1)
-    with pytest.raises(OutriderError, match=r"the GPU has no room for .* more bytes") as caught:
+    with pytest.raises(OutriderError, match=r"^memory: .*the GPU has no room for .* more bytes"):
         by_library(OnGpu(device, cpu_library()), case, [SlotSampling(SamplingParams(), 1, 0)])
-    assert caught.value.kind == "memory"
 
 
 @pytest.mark.parametrize(

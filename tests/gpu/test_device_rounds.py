@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cuda_standin import FakeDriver
 from device_standin import FakeDeviceEngine
-from devices import WARM, decoder_on, host, steps, text, wander
+from devices import WARM, decode_randomly, decoder_on, host, steps, text
 from fakes import FakeEngine, script
 from rounds import broken, cases, finish
 
@@ -113,15 +113,15 @@ def test_the_hosts_tokens(
 ) -> None:
     """Requests come and go. changing: probability of another gamma before a round. A round keeps
     the gamma that it was launched with, so with changes no round is launched ahead."""
-    found = wander(decoder_on(driver, slots=3, **options), seed, changing)
-    assert found == wander(host(monkeypatch, slots=3), seed, changing)
+    found = decode_randomly(decoder_on(driver, slots=3, **options), seed, changing)
+    assert found == decode_randomly(host(monkeypatch, slots=3), seed, changing)
 
 
 def test_a_device_that_is_not_told_who_takes_part_is_noticed(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: the sequences of the last round take part again."""
-    expected = wander(host(monkeypatch, slots=2), 0)
+    expected = decode_randomly(host(monkeypatch, slots=2), 0)
     real = DeviceRounds._upload_gammas
 
     def upload(self: DeviceRounds, wanted: dict, batch: int) -> None:
@@ -131,7 +131,7 @@ def test_a_device_that_is_not_told_who_takes_part_is_noticed(
     last: dict[ActiveSequence, int] = {}
     with broken("gpu.rounds.DeviceRounds._upload_gammas", upload):
         try:
-            found = wander(decoder_on(driver, slots=2), 0)
+            found = decode_randomly(decoder_on(driver, slots=2), 0)
         except (OutriderError, AssertionError):
             return
     assert found != expected
@@ -262,9 +262,8 @@ def test_texts_allocate_nothing(driver: FakeDriver) -> None:
 def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
     request = Request([2], WARM, gamma=0, eos_token_ids=frozenset(range(300)))
-    with pytest.raises(OutriderError, match="300 end-of-text ids; a GPU supports 256") as caught:
+    with pytest.raises(OutriderError, match=r"^option: .*300 end-of-text ids; a GPU supports 256"):
         decoder.admit(request)
-    assert caught.value.kind == "option"
     assert decoder.slots.free == 1
 
 

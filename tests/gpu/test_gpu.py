@@ -66,9 +66,8 @@ def test_devices_that_are_refused(
     manifest: Manifest, targets: list[str], device: str, cause: str, remedy: str
 ) -> None:
     made = compiled(manifest, "some", *targets) if targets else manifest
-    with pytest.raises(OutriderError, match=cause) as caught:
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}.*{remedy}"):
         choose_device(made, FOLDER, device)
-    assert caught.value.kind == "option" and remedy in caught.value.remedy
 
 
 def test_another_gpu(manifest: Manifest) -> None:
@@ -123,22 +122,18 @@ def test_without_the_draft_model(llama_bundle: Path, on_fake_gpu: FakeDriver) ->
         engine.generate("some words", draft="model")
 
 
-def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+@pytest.mark.parametrize("supported", [True, False])
+def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver, supported: bool) -> None:
+    """If the driver lacks loops, the rounds run one by one. Both report the draft's prefill."""
+    on_fake_gpu.loops = supported
     engine = load(llama_bundle, device="cuda", loop=True)
     result = engine.generate("some words", max_new_tokens=9, ignore_eos=True)
-    assert len(result.tokens) == 9 and result.stats.time_draft_prefill > 0
-    assert "capture loop" in on_fake_gpu.log
+    assert len(result.tokens) == 9 and result.stats.rounds
+    assert result.stats.time_draft_prefill > 0
+    assert "capture loop" in on_fake_gpu.log or not supported
     for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
         with pytest.raises(OutriderError, match="loop requires a GPU and CUDA graphs"):
             load(llama_bundle, loop=True, **options)
-
-
-def test_a_loop_that_the_driver_lacks(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
-    """Its rounds run one by one, and report the time of the draft's prefill."""
-    on_fake_gpu.loops = False
-    engine = load(llama_bundle, device="cuda", loop=True)
-    stats = engine.generate("some words", max_new_tokens=9, ignore_eos=True).stats
-    assert stats.rounds and stats.time_draft_prefill > 0
 
 
 def test_without_graphs(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
@@ -160,9 +155,8 @@ def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeD
 def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     on_fake_gpu._memory = 2**16
     cause = r"needs [\d.]+ MiB of the GPU's memory, but only 0\.1 MiB of 0\.1 MiB are free"
-    with pytest.raises(OutriderError, match=cause) as caught:
+    with pytest.raises(OutriderError, match=f"^memory: .*{cause}"):
         load(llama_bundle, device="cuda")
-    assert caught.value.kind == "memory"
     assert not on_fake_gpu.allocated, "nothing was loaded"
 
 

@@ -30,10 +30,7 @@ def room(root: Path, name: str, **sources: str) -> Room:
         ({"files__a": "def f():\n    from ..decoder import x", "decoder": ""}, "files imports"),
         ({"files__a": "from .. import decoder", "decoder": ""}, "files imports decoder"),
         ({"cellar": ""}, "cellar: has no place on the ladder"),
-        (
-            {"gpu__a": "from .. import decoder", "decoder": "from .gpu.a import x"},
-            "a circle: ",
-        ),
+        ({"gpu__a": "from .. import decoder", "decoder": "from .gpu.a import x"}, "a circle: "),
         ({"gpu__a": "class A: ...", "text__b": "class A: ..."}, "class A is defined in"),
         ({f"gpu__m{i}": "" for i in range(MOST_MODULES + 1)}, f"{MOST_MODULES + 1} modules"),
         ({f"gpu__loop_{i}": "" for i in range(3)}, "3 modules begin with loop_"),

@@ -8,12 +8,23 @@ import pytest
 from operators import LOOPS
 from samplers import instructions
 
+from plugins.tools import cubins
+from plugins.tools.build import BuildError
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test that uses `instruction_set` with every set in its module's SETS, or LOOPS."""
     if "instruction_set" in metafunc.fixturenames:
         sets = getattr(metafunc.module, "SETS", LOOPS)
         metafunc.parametrize("instruction_set", sets, indirect=True)
+
+
+@pytest.fixture
+def nvrtc() -> cubins.Nvrtc:
+    try:
+        return cubins.nvrtc()
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -69,7 +69,21 @@ def with_each_set(
     return results
 
 
-def assert_refused(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
+def in_place(session: ort.InferenceSession, feeds: Feeds, *names: str) -> npt.NDArray[Any]:
+    """Run with each of these inputs bound to the same memory as the output NAME_out; returns the
+    output `out`."""
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        place = ("cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        binding.bind_input(name, *place)
+        if name in names:
+            binding.bind_output(f"{name}_out", *place)
+    binding.bind_output("out", "cpu")
+    session.run_with_iobinding(binding)
+    return binding.copy_outputs_to_cpu()[-1]
+
+
+def refused(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
     """Check that the session refuses `feeds` with these inputs replaced."""
     with pytest.raises(Exception, match=message):
         session.run(None, feeds | {name: np.asarray(array) for name, array in wrong.items()})

@@ -19,7 +19,8 @@ from operators import (
     INT64,
     OTHER_SIZE,
     Feeds,
-    assert_refused,
+    in_place,
+    refused,
     session_of,
     with_each_set,
 )
@@ -242,16 +243,7 @@ def test_the_caches_are_written_in_place(shape: str) -> None:
     attention = Attention(SHAPES[shape])
     copied, bound = attention.caches(), attention.caches()
     want = attention.run(copied, [0], 9)
-    binding, out = attention.session.io_binding(), np.empty_like(want)
-    parts = attention.text[:1, :9].reshape(1, 9, -1)
-    for name, array in (("query", parts), ("position", np.zeros(1, np.int64))):
-        binding.bind_cpu_input(name, array)
-    for name, cache in zip(("keys", "values"), bound, strict=True):
-        place = ("cpu", 0, cache.dtype.type, cache.shape, cache.ctypes.data)
-        binding.bind_input(name, *place)
-        binding.bind_output(f"{name}_out", *place)
-    binding.bind_output("out", "cpu", 0, np.float32, out.shape, out.ctypes.data)
-    attention.session.run_with_iobinding(binding)
+    out = in_place(attention.session, attention.feeds(bound, [0], 9), "keys", "values")
     assert (out == want).all()
     for mine, theirs in zip(bound, copied, strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -272,7 +264,7 @@ def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape
         reader = attention.open(reads=True)
         assert (reader.run(None, right)[0] == want).all()
     wide = np.zeros((3, width, HEADS * shape.width + 1), np.float32)
-    assert_refused(reader, right, OTHER_SIZE, query=wide)
+    refused(reader, right, OTHER_SIZE, query=wide)
 
 
 @pytest.mark.parametrize("shape", ["64", "64, int8"])
@@ -336,7 +328,7 @@ def test_a_row_beyond_the_cache_is_refused() -> None:
     attention = Attention(SHAPES["64"])
     for position in (ROWS - 3, ROWS, -1, 2**63 - 1, -(2**63)):
         feeds = attention.feeds(attention.caches(), [0], 4)
-        assert_refused(attention.session, feeds, "a row is beyond the cache", position=[position])
+        refused(attention.session, feeds, "a row is beyond the cache", position=[position])
 
 
 OTHER_SIZES = {  # wrong sizes of inputs for two tokens of the shape "128"
@@ -359,12 +351,12 @@ def test_inputs_of_other_sizes_are_refused() -> None:
     attention.session.run(None, right)
     for name, wrong in OTHER_SIZES.items():
         for sizes in wrong:
-            assert_refused(
+            refused(
                 attention.session, right, OTHER_SIZE, **{name: np.zeros(sizes, right[name].dtype)}
             )
     packed = Attention(SHAPES["64"])
     right = packed.feeds(packed.caches(), [0], 2)
-    assert_refused(packed.session, right, OTHER_SIZE, query=right["query"][..., : HEADS * 64])
+    refused(packed.session, right, OTHER_SIZE, query=right["query"][..., : HEADS * 64])
 
 
 def test_quantised_caches_of_other_sizes_are_refused() -> None:
@@ -375,7 +367,7 @@ def test_quantised_caches_of_other_sizes_are_refused() -> None:
     for width in (0, 3, 4, 64, 67, 4 * 64, 4 * 68):
         wrong = np.zeros((1, KEY_HEADS, ROWS, width), np.int8)
         for names in (["keys"], ["values"], ["keys", "values"]):
-            assert_refused(attention.session, right, OTHER_SIZE, **dict.fromkeys(names, wrong))
+            refused(attention.session, right, OTHER_SIZE, **dict.fromkeys(names, wrong))
 
 
 def test_tables_of_other_sizes_are_refused() -> None:
@@ -385,29 +377,29 @@ def test_tables_of_other_sizes_are_refused() -> None:
     for attention.cosine, attention.sine in (
         (cos, sin[:, :-1]), (cos[:-1], sin), (cos, sin[0]), (wide, wide),
     ):  # fmt: skip
-        assert_refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
+        refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
 
 
 def test_biases_of_other_sizes_are_refused() -> None:
     attention = Attention(SHAPES["64, bias"])
     bias = attention.bias
     for attention.bias in (bias[:-1], bias[0], bias[:, :BIAS_PADDING]):
-        assert_refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
+        refused(attention.open(), attention.feeds(attention.caches(), [0], 2), OTHER_SIZE)
     attention.bias = bias[:, 1:]
     session = attention.open()
     session.run(None, attention.feeds(attention.caches(), [ROWS - 3], 2))
     beyond = attention.feeds(attention.caches(), [ROWS - 2], 2)
-    assert_refused(session, beyond, "a row is beyond the cache")
+    refused(session, beyond, "a row is beyond the cache")
 
 
 def test_sinks_and_soft_caps_of_other_sizes_are_refused() -> None:
     attention = Attention(SHAPES["32, all of it"])
     feeds, sinks = attention.feeds(attention.caches(), [0], 2), attention.sinks
     for attention.sinks in (sinks[:-1], sinks[None]):
-        assert_refused(attention.open(), feeds, OTHER_SIZE)
+        refused(attention.open(), feeds, OTHER_SIZE)
     attention.sinks, softcap = sinks, attention.softcap
     for attention.softcap in (softcap[:0], softcap.repeat(2), softcap[0]):
-        assert_refused(attention.open(), feeds, OTHER_SIZE)
+        refused(attention.open(), feeds, OTHER_SIZE)
 
 
 @pytest.mark.parametrize("cap", [0.5, 50.0])
@@ -493,13 +485,13 @@ def test_sources_of_other_sizes_are_refused() -> None:
     attention = SourceAttention()
     right = attention.feeds()
     for length in (0, -1, ROWS + 1, 2**63 - 1):
-        assert_refused(attention.session, right, "a length is not from 1", length=[1, length, 1])
+        refused(attention.session, right, "a length is not from 1", length=[1, length, 1])
     for name, sizes in (
         ("query", (3, 2, 64)), ("query", (2, 2, HEADS * 64)), ("keys", (3, 1, ROWS, 64)),
         ("values", (3, KEY_HEADS, ROWS - 1, 64)), ("values", (3, KEY_HEADS, 64)), ("length", (2,)),
     ):  # fmt: skip
         wrong = np.zeros(sizes, right[name].dtype)
-        assert_refused(attention.session, right, OTHER_SIZE, **{name: wrong})
+        refused(attention.session, right, OTHER_SIZE, **{name: wrong})
 
 
 @pytest.mark.parametrize(

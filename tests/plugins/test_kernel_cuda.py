@@ -197,10 +197,7 @@ def test_a_missing_flag_is_refused_not_wrong(name):
             sampler.verify(case.target, case.draft)
     verdict = sampler._verdicts[0]
     assert sampler.drafts[0].tolist() == want[0][0]
-    assert (verdict["accepted"], verdict["token"]) == (
-        want[1][0].accepted,
-        want[1][0].token,
-    )
+    assert (verdict["accepted"], verdict["token"]) == (want[1][0].accepted, want[1][0].token)
     assert sampler._verdicts[1]["token"] == -1
 
 
@@ -283,14 +280,6 @@ def test_illegal_plans_are_refused():
 
 
 # --- compiled ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nvrtc():
-    try:
-        return cubins.nvrtc()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_again"}

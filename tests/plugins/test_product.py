@@ -21,6 +21,7 @@ Packed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "dotprod", "plain")
 ROWS, COLUMNS = 37, 83  # of a matrix: no multiples of a panel or a block
 WIDTHS = range(1, 21)
+OTHER_SIZE = "the size of a matrix does not match the attributes"
 
 
 @pytest.fixture(params=get_args(Bits))
@@ -188,12 +189,10 @@ def test_a_matrix_of_other_sizes_is_refused(kind: str, bits: Bits) -> None:
         (levels, scales[:, :-1]), (levels[..., :-1], scales), (levels, scales[..., :-1]),
         (levels.reshape(-1), scales), (levels, scales[None]), (levels[:0], scales[:0]),
     ]  # fmt: skip
-    for parts in damaged:
-        with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-            Node(weight, kind, parts=parts)(x)
-    for attributes in ({"rows": ROWS + 16}, {"columns": COLUMNS + 32}, {"bits": 12 - bits}):
-        with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-            Node(weight, kind, **attributes)(x)
+    others = {"rows": ROWS + 16}, {"columns": COLUMNS + 32}, {"bits": 12 - bits}
+    for wrong in (*({"parts": parts} for parts in damaged), *others):
+        with pytest.raises(Exception, match=OTHER_SIZE):
+            Node(weight, kind, **wrong)(x)
     for attributes in ({"rows": 0}, {"columns": -1}, {"rows": 2**62}, {"columns": 2**63 - 1}):
         with pytest.raises(Exception, match="rows, columns or experts is out of range"):
             Node(weight, kind, **attributes)
@@ -206,16 +205,15 @@ def test_a_second_matrix_of_other_sizes_is_refused(bits: Bits) -> None:
     levels, scales = packed(second)
     few, rows = matrix(bits, 31), 32 + ROWS
     Node(first, more=(levels, scales), rows=rows)(activations())
-    for more in ((levels[:-1], scales), (levels, scales[:-1]), (levels[..., :-1], scales),
-                 packed(few), (levels[:, :-1], scales), (levels[:0], scales[:0])):  # fmt: skip
-        with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-            Node(first, more=more, rows=rows)(activations())
-    for wrong in (rows + 16, rows - 16, 32, 31, 16, 1):
-        with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-            Node(first, more=(levels, scales), rows=wrong)(activations())
-    for wrong in (32, 31):  # no rows are left for the second matrix
-        with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-            Node(first, more=(levels[:0], scales[:0]), rows=wrong)(activations())
+    nothing = levels[:0], scales[:0]
+    damaged = [(levels[:-1], scales), (levels, scales[:-1]), (levels[..., :-1], scales),
+               packed(few), (levels[:, :-1], scales), nothing]  # fmt: skip
+    wrong = [(more, rows) for more in damaged]
+    wrong += [((levels, scales), count) for count in (rows + 16, rows - 16, 32, 31, 16, 1)]
+    wrong += [(nothing, 32), (nothing, 31)]  # no rows are left for the second matrix
+    for more, count in wrong:
+        with pytest.raises(Exception, match=OTHER_SIZE):
+            Node(first, more=more, rows=count)(activations())
 
 
 def test_rows_of_another_length_are_refused() -> None:
@@ -302,10 +300,9 @@ def test_what_experts_are_asked_wrongly_is_refused(bits: Bits) -> None:
         with pytest.raises(Exception, match="the length of a row does not match the experts"):
             experts(rows, np.asarray(asked))
     levels, scales = experts.packed
-    with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-        Experts(bits, parts=(levels[:-1], scales))(x, chosen)
-    with pytest.raises(Exception, match="the size of a matrix does not match the attributes"):
-        Experts(bits, experts=EXPERTS + 1)(x, chosen)
+    for wrong in ({"parts": (levels[:-1], scales)}, {"experts": EXPERTS + 1}):
+        with pytest.raises(Exception, match=OTHER_SIZE):
+            Experts(bits, **wrong)(x, chosen)
     with pytest.raises(Exception, match="rows, columns or experts is out of range"):
         Experts(bits, experts=0)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from operators import FLOAT, INT64, OTHER_SIZE, Feeds, assert_refused, session_of, with_each_set
+from operators import FLOAT, INT64, OTHER_SIZE, Feeds, in_place, refused, session_of, with_each_set
 
 Array = npt.NDArray[np.float32]
 TOKENS, ROWS = 40, 6
@@ -226,14 +226,7 @@ def test_the_slot_is_written_in_place(layer: States | Short) -> None:
     node = Node(layer)
     copied, bound = layer.slot(1, ROWS), layer.slot(1, ROWS)
     node.run(copied, [0], 4)
-    feeds, binding = node.feeds(bound, [0], 4), node.session.io_binding()
-    for name, array in feeds.items():
-        binding.bind_cpu_input(name, array)
-    place = ("cpu", 0, np.float32, bound.shape, bound.ctypes.data)
-    binding.bind_input("slot", *place)
-    binding.bind_output("slot_out", *place)
-    binding.bind_output("out", "cpu")
-    node.session.run_with_iobinding(binding)
+    in_place(node.session, node.feeds(bound, [0], 4), "slot")
     np.testing.assert_array_equal(bound, copied)
     assert np.isnan(bound[:, :, 4:]).all() and not np.isnan(bound[:, :, :4]).any()
 
@@ -263,6 +256,6 @@ def test_inputs_of_other_sizes_are_refused(name: str) -> None:
     for wrong, shapes in OTHER_SIZES[name].items():
         for sizes in shapes:
             array = np.zeros(sizes, right[wrong].dtype)
-            assert_refused(node.session, right, OTHER_SIZE, **{wrong: array})
+            refused(node.session, right, OTHER_SIZE, **{wrong: array})
     for position in (-1, -(2**63), 2**63 - 1):
-        assert_refused(node.session, right, "a position is out of range", position=[position])
+        refused(node.session, right, "a position is out of range", position=[position])

@@ -20,7 +20,7 @@ from rounds import cases
 from samplers import LIBRARIES, Case
 from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 
-from plugins.tools import build_tensorrt, cubins
+from plugins.tools import build_tensorrt
 from plugins.tools.build import (
     FLAGS,
     PLUGINS_FOLDER,
@@ -74,11 +74,7 @@ def test_the_kernels_that_it_loads_are_there():
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
 
 
-def test_the_small_kernels_compile():
-    try:
-        nvrtc = cubins.nvrtc()
-    except BuildError as error:
-        pytest.skip(str(error))
+def test_the_small_kernels_compile(nvrtc):
     image, _ = nvrtc.compile(build_tensorrt.MODULES["outrider_tensorrt"], "sm_90")
     assert b"outrider_tensorrt_pack" in image and b"outrider_tensorrt_unpack" in image
 

@@ -20,7 +20,6 @@ from commands import CHECKOUT, error_line, leftovers, run
 from fakes import edited
 from workshop import MAX_LEN, Workshop, traced_once
 
-import engines.__main__
 import export.compare
 import export.part
 from engines.bundle import build
@@ -28,13 +27,7 @@ from export.pair import export as export_pair
 from runtime import beam_texts, generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
-from runtime.files.manifest import (
-    MANIFEST_FILE,
-    PAIR_FILE,
-    file_facts,
-    read_bundle,
-    read_pair,
-)
+from runtime.files.manifest import MANIFEST_FILE, PAIR_FILE, file_facts, read_bundle, read_pair
 from runtime.files.records import SCHEMA, write_json
 from runtime.round import HostRounds
 
@@ -97,15 +90,6 @@ DAMAGE = {
     "a short slot": (
         edited(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
         "contradicts itself about its sizes",
-    ),
-    "unlisted tokenizer": (
-        edited(
-            lambda c: [
-                c["facts"]["files"].pop("tokenizer/tokenizer.json"),
-                c["facts"]["pair"]["tokenizer"]["files"].pop("tokenizer.json"),
-            ]
-        ),
-        "contradicts itself about its files",
     ),
     "files elsewhere": (
         edited(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
@@ -340,23 +324,13 @@ def test_building_twice_does_nothing_twice(llama_graphs: Path, tmp_path: Path) -
     read_bundle(out)
 
 
-def test_unknown_backends_are_refused(
-    llama_graphs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = ["--graphs", str(llama_graphs), "--out", str(tmp_path / "out")]
-    assert engines.__main__.main([*places, "--backend", "openvino"]) == EXIT_STATUS["backend"]
-    error_line(capsys.readouterr().err, "backend")
-    assert not (tmp_path / "out").exists()
-
-
 def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> None:
     """The same checks as for a bundle: of the pair file and of the files that it lists."""
     for damage in (_truncate(PAIR_FILE), _flip("target/weights.bin"), shutil.rmtree):
         copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs", dirs_exist_ok=True))
         damage(copy)
-        with pytest.raises(OutriderError) as caught:
+        with pytest.raises(OutriderError, match=r"^bundle: "):
             build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
-        assert caught.value.kind == "bundle"
         assert not (tmp_path / "out").exists()
 
 
@@ -369,9 +343,8 @@ def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) ->
     facts = file_facts(copy / "draft" / "graph.onnx")
     draft = dataclasses.replace(pair.draft, files={**pair.draft.files, "graph.onnx": facts})
     write_json(copy / PAIR_FILE, "pair", dataclasses.replace(pair, draft=draft))
-    with pytest.raises(OutriderError) as caught:
+    with pytest.raises(OutriderError, match=r"^backend: "):
         build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
-    assert caught.value.kind == "backend"
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import VOCAB_SIZE, Context, near, random_model
 from rounds import (
     accept_everything,
-    both,
+    all_samplers,
     broken,
     check_rows,
     ids,
@@ -44,7 +44,7 @@ def acceptance(gamma: int) -> float:
     return accepted / drafted
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     assert 0.1 < acceptance(gamma) < 0.9, "all outcomes of a round occur"

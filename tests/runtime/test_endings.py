@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, random_model, script
-from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
+from rounds import all_samplers, broken, check_rows, ids, late_ends, make_decoder, oracle, run
 
 from runtime.decoder import Decoder
 from runtime.sampling.warp import warp
@@ -106,7 +106,7 @@ def respects_minimum(minimum: int, gamma: int) -> None:
     assert sequence.stats.accepted == sequence.stats.examined
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("gamma", [0, 1, GAMMA])
 def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
     for minimum in range(gamma + 4):
@@ -220,9 +220,9 @@ def test_half_a_stop_string_is_text_when_the_text_ends(tmp_path: Path) -> None:
 def test_an_end_that_is_noticed_late(tmp_path: Path) -> None:
     """The control of all tests above."""
     for at in range(GAMMA + 1):
-        with is_late(), pytest.raises(AssertionError):
+        with late_ends(), pytest.raises(AssertionError):
             ends_at(at, drafted=True)
-        with is_late(), pytest.raises(AssertionError):
+        with late_ends(), pytest.raises(AssertionError):
             has_exactly(1 + at, GAMMA)
-        with is_late(), pytest.raises(AssertionError):
+        with late_ends(), pytest.raises(AssertionError):
             stops_at(tmp_path, 3 + at, 3)

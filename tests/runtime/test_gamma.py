@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeEngine, make_text_engine, near, random_model
-from rounds import both, ids, make_decoder, plain, run, together
+from rounds import all_samplers, ids, make_decoder, plain, run, run_all
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -30,7 +30,7 @@ def make_request(decoder: Decoder, name: int | str, **request: object) -> Reques
     return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("noise", [0.5, 3.0])
 def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
     """Several requests at once, each with its own policy, with drafts that pay off and that do
@@ -42,7 +42,7 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
             for i, name in enumerate(NAMES)
         ]
         alone = [plain(decoder, request) for request in requests]
-        assert [ids(sequence) for sequence in together(decoder, requests)] == alone
+        assert [ids(sequence) for sequence in run_all(decoder, requests)] == alone
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated import MAX_GAMMA, STEP, Machine, coins, recorded, simulate, speeds
+from simulated import MAX_GAMMA, STEP, Machine, random_acceptance, recorded, simulate, speeds
 
 from runtime.costs import MAX_SETTINGS, Costs, RoundCosts
 from runtime.policy import LONGEST_PAUSE, MeasuredPolicy, Policy, make_policy
@@ -60,7 +60,7 @@ def test_auto_is_near_the_best_of_the_theorem(cost: float, growth: float, alpha:
     """Within 5 % of the best fixed gamma, including the cost of finding it; also in long texts."""
     best, expected = best_gamma(alpha, cost, [1 + growth * g for g in range(MAX_GAMMA + 1)])
     for count, tokens in ((48, 256), (2, 4096)):
-        texts = {"": [coins(alpha, tokens, seed) for seed in range(count)]}
+        texts = {"": [random_acceptance(alpha, tokens, seed) for seed in range(count)]}
         fixed = speeds(best, Machine(cost, growth), texts, tokens)["all"]
         assert fixed == pytest.approx(expected, rel=0.05)
         assert speeds("auto", Machine(cost, growth), texts, tokens)["all"] > 0.95 * fixed
@@ -98,7 +98,7 @@ def test_a_hopeless_draft(cost: float, growth: float, alpha: float, gamma: int |
     as_it_is = Machine(cost, growth)
     for machine in (as_it_is, replace(as_it_is, cold=0.15, reading=0.0125, rise=0.6)):
         for count, tokens in ((1, 256), (6, 256), (1, 2048)):
-            texts = {"": [coins(alpha, tokens, seed) for seed in range(count)]}
+            texts = {"": [random_acceptance(alpha, tokens, seed) for seed in range(count)]}
             assert speeds(gamma, machine, texts, tokens, fallback=True)["all"] > 0.95
         if gamma != "auto":  # the control
             assert speeds(gamma, machine, texts, tokens)["all"] < 0.95
@@ -128,7 +128,7 @@ def test_the_bound_holds_against_an_adversary(
 
 def test_fallback_stays_away_from_a_good_draft() -> None:
     for gamma, alpha in ((4, 0.9), (8, 0.9), (4, 0.75)):
-        texts = {"": [coins(alpha, 256, seed) for seed in range(32)]}
+        texts = {"": [random_acceptance(alpha, 256, seed) for seed in range(32)]}
         fixed, kept = (speeds(gamma, Machine(0.15, 0.05), texts, 256, x)["all"] for x in (0, 1))
         assert kept > 0.97 * fixed
 
@@ -141,8 +141,9 @@ def test_a_draft_that_becomes_good_again(bad: int, gamma: int | str) -> None:
     tokens that are rejected."""
     delays = []
     for seed in range(5):
-        costs, fate = Costs(MAX_GAMMA), coins(np.repeat([0.0, 0.9], [bad, 3072]), bad + 3072, seed)
-        run = simulate(auto(costs, gamma), costs, Machine(0.15, 0.05), fate, len(fate))
+        costs = Costs(MAX_GAMMA)
+        acceptance = random_acceptance(np.repeat([0.0, 0.9], [bad, 3072]), bad + 3072, seed)
+        run = simulate(auto(costs, gamma), costs, Machine(0.15, 0.05), acceptance, len(acceptance))
         at, gammas = np.array(run.at), np.array(run.gammas)
         assert gammas[(at > bad / 2) & (at < bad)].mean() < 0.3
         found = at[:-1][(at[:-1] >= bad) & (gammas[:-1] >= 3) & (gammas[1:] >= 3)][0]
@@ -245,8 +246,8 @@ def test_texts_begin_where_others_with_their_settings_did() -> None:
         costs, opened = Costs(MAX_GAMMA), []
         for seed in range(12):
             policy = auto(costs, settings=seed % 2 if distinct else None)
-            fate = coins((0.9, 0.05)[seed % 2], 160, seed)
-            opened.append(simulate(policy, costs, PAIR, fate, 160).gammas[0])
+            acceptance = random_acceptance((0.9, 0.05)[seed % 2], 160, seed)
+            opened.append(simulate(policy, costs, PAIR, acceptance, 160).gammas[0])
         assert (min(opened[6::2]) >= 3 and max(opened[7::2]) == 0) == distinct, opened
 
 

@@ -260,9 +260,8 @@ def test_vocabularies_of_different_width(library, params):
 )
 def test_a_broken_row_names_model_slot_and_position(library, values, cause, temperature):
     params, good = SamplingParams(temperature=temperature), [0.0, 0.0, 0.0]
-    with pytest.raises(OutriderError, match=f"target, slot 0, position 18: {cause}") as error:
+    with pytest.raises(OutriderError, match=f"^numeric: .*target, slot 0, position 18: {cause}"):
         one(library, [good, values, good], [good] * 2, [0, 0], params, [0] * 3)
-    assert error.value.kind == "numeric"
     sampler = open_sampler(library, 3, 2)
     for suppress in (None, np.array([1])):  # suppression must not hide it
         place = SlotSampling(params, 2, 17, suppress=suppress, suppress_rows=2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from exact import at, by_bisection
 from fakes import EOS, make_text_engine, near, random_model
-from rounds import broken, ids, make_decoder, on_host, plain, run, together
+from rounds import broken, ids, make_decoder, on_host, plain, run, run_all
 from transformers import LogitsProcessor as TransformersProcessor
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -115,7 +115,7 @@ def test_drafts_of_all_kinds_share_a_round(temperature: float) -> None:
                 max_new_tokens=40)
         for draft in ("model", "ngram", "chain", "copy")
     ]  # fmt: skip
-    texts = [ids(sequence) for sequence in together(decoder, requests)]
+    texts = [ids(sequence) for sequence in run_all(decoder, requests)]
     assert texts == [plain(decoder, requests[0])] * 4
     assert 29 not in texts[0] and all(a != b for a, b in zip(texts[0], texts[0][1:], strict=False))
     assert 29 in plain(decoder, replace(requests[0], processors=()))

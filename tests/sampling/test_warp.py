@@ -191,27 +191,15 @@ def test_probabilities():
         ("repetition_penalty", [0, -1.0, math.inf, math.nan]),
         ("frequency_penalty", [-2.1, 3, math.nan, "1"]),
         ("presence_penalty", [2.5, -math.inf, True]),
-        (
-            "logit_bias",
-            [
-                {-1: 1.0},
-                {5: 101},
-                {5: math.nan},
-                {5: 10**400},
-                {"5": 1.0},
-                {1.5: 1.0},
-                ((1, 2, 3),),
-                7,
-                ((5, 1.0), (5, 2.0)),
-            ],
-        ),
+        ("logit_bias", [{-1: 1.0}, {5: 101}, {5: math.nan}, {5: 10**400}, {"5": 1.0}, {1.5: 1.0},
+                        ((1, 2, 3),), 7, ((5, 1.0), (5, 2.0))]),
         ("seed", [-1, 2**64, 0.5]),
         ("verify", ["greedy", ""]),
         ("lenience", [0, -0.5, 1.5, math.nan]),
         ("sigmoid_alpha", [0.0, 1.0, -math.inf]),
         ("sigmoid_beta", [0.0, -1.0, math.nan]),
     ],
-)
+)  # fmt: skip
 def test_illegal_values_are_refused_by_name(name, values):
     for value in values:
         with pytest.raises(OutriderError) as error:
@@ -231,9 +219,8 @@ def test_illegal_values_are_refused_by_name(name, values):
     ],
 )
 def test_contradictions_are_refused(options):
-    with pytest.raises(OutriderError) as error:
+    with pytest.raises(OutriderError, match=r"^option: "):
         SamplingParams(**options)
-    assert error.value.kind == "option"
 
 
 def test_legal_values_are_taken():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_session import NativeSession, compare_runtimes, requests
+from native_session import NativeSession, compare_runtimes, refused, requests
 from toy_model import make_bundle, python_engine
 
 from runtime.files import library
@@ -156,9 +156,8 @@ def test_a_gpu_that_breaks(tmp_path: Path, driver: ctypes.CDLL) -> None:
     with NativeSession(tmp_path) as session:
         session.generate([5, 6], **DRAFTED)
         driver.standin_break(True)
-        with pytest.raises(OutriderError, match="cuStreamSynchronize failed") as caught:
+        with pytest.raises(OutriderError, match=r"^backend: .*cuStreamSynchronize failed"):
             session.admit([5, 6], **DRAFTED)
-        assert caught.value.kind == "backend"
 
 
 def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
@@ -166,9 +165,8 @@ def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
     make_bundle(tmp_path, slots=2, nan_after=20)
     with NativeSession(tmp_path) as session:
         session.admit([5, 6], **{**PLAIN, "max_new_tokens": 1})  # the first slot stays taken
-        with pytest.raises(OutriderError) as caught:
+        with pytest.raises(OutriderError, match=r"^numeric: "):
             session.generate([5, 6, 7], **PLAIN)
-        assert caught.value.kind == "numeric"
         assert len(session.generate([5, 6, 7], **{**PLAIN, "max_new_tokens": 10})) == 10
 
 
@@ -198,9 +196,7 @@ def test_every_allocation_may_fail(tmp_path: Path, driver: ctypes.CDLL) -> None:
     # For each model: scratch, caches, logits on device and host, and three inputs on both.
     for number in range(2 * (1 + 2 * 2 + 1 + 1 + 2 * 3)):
         driver.standin_fail(ctypes.c_longlong(number))
-        with pytest.raises(OutriderError, match="the GPU") as caught:
-            NativeSession(tmp_path)
-        assert caught.value.kind == "memory" and caught.value.remedy
+        refused(tmp_path, "memory", "the GPU")
         assert count(driver, "device") == count(driver, "pinned") == 0
     driver.standin_fail(ctypes.c_longlong(number + 1))  # there are no more allocations
     NativeSession(tmp_path).close()
@@ -219,9 +215,7 @@ REFUSED = {
 def test_engines_that_are_refused(tmp_path: Path, odd: str) -> None:
     kind, cause = REFUSED[odd]
     make_bundle(tmp_path, slots=1, **{odd: "of version 9"})
-    with pytest.raises(OutriderError, match=cause) as caught:
-        NativeSession(tmp_path)
-    assert caught.value.kind == kind and "Build the bundle again" in caught.value.remedy
+    refused(tmp_path, kind, cause, "Build the bundle again")
 
 
 @pytest.mark.parametrize(
@@ -254,9 +248,7 @@ def test_machines_that_are_refused(
 ) -> None:  # fmt: skip
     make_bundle(tmp_path, slots=1)
     monkeypatch.setenv(variable, value)
-    with pytest.raises(OutriderError, match=cause) as caught:
-        NativeSession(tmp_path)
-    assert caught.value.kind == kind and caught.value.remedy
+    refused(tmp_path, kind, cause)
 
 
 def test_what_does_not_fit(tmp_path: Path, driver: ctypes.CDLL) -> None:
@@ -265,12 +257,9 @@ def test_what_does_not_fit(tmp_path: Path, driver: ctypes.CDLL) -> None:
         ({"slots": 3}, "option", "slots=3 is over the 2 that the bundle was built for"),
         ({"plain_width": 2}, "option", "plain_width is for the CPU"),
     ):
-        with pytest.raises(OutriderError, match=cause) as caught:
-            NativeSession(tmp_path / "bundle", **config)
-        assert caught.value.kind == kind
+        refused(tmp_path / "bundle", kind, cause, **config)
     driver.standin_room(ctypes.c_size_t(1 << 16))
-    with pytest.raises(OutriderError, match="a model needs 0 MiB of the GPU's memory, and 0"):
-        NativeSession(tmp_path / "bundle")
+    cause = "a model needs 0 MiB of the GPU's memory, and 0"
+    refused(tmp_path / "bundle", "memory", cause)
     make_bundle(tmp_path / "other", slots=2, target="sm80")
-    with pytest.raises(OutriderError, match="was compiled for sm80 and this GPU is sm90"):
-        NativeSession(tmp_path / "other")
+    refused(tmp_path / "other", "backend", "was compiled for sm80 and this GPU is sm90")

@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from runtime.cmake import onnxruntime
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.library import find_library
@@ -215,6 +217,13 @@ def c_options(
         assert hasattr(options, name), name
         setattr(options, name, value)
     return options, [ids, numbers, stops, callback]
+
+
+def refused(folder: Path, kind: str, words: str, remedy: str = "", **config: Any) -> None:
+    """Check that no session opens, with an error of this kind and a remedy."""
+    with pytest.raises(OutriderError, match=f"^{kind}: .*{words}.*{remedy}") as caught:
+        NativeSession(folder, **config)
+    assert caught.value.remedy
 
 
 # Comparison with Python

@@ -152,9 +152,8 @@ def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> 
         measure=True, max_len=1536, weights=weights, draft_weights=weights,
     )  # fmt: skip
     random = Random(threads)
-    with pytest.raises(OutriderError, match="65536 slots need") as caught:
+    with pytest.raises(OutriderError, match=r"^memory: .*65536 slots need"):
         NativeSession(bundle, slots=1 << 16)
-    assert caught.value.kind == "memory"
     with both(bundle, slots=SLOTS, threads=threads) as (engine, session):
         assert compare_runtimes(engine, session, requests(engine, 200, random), random) > 2000
 

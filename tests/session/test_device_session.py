@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 from commands import TENSORRT
-from native_session import NativeSession
+from native_session import refused
 from toy_model import compile_standins, make_bundle
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import find_compiler
-from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
 from runtime.files.manifest import StateFacts
 from runtime.files.records import write_json
@@ -137,9 +136,7 @@ def test_caches_beyond_any_memory_are_refused(tmp_path: Path) -> None:
     }
     pair = replace(manifest.pair, **models, capacity=capacity)
     write_json(tmp_path / "manifest.json", "manifest", replace(manifest, pair=pair))
-    with pytest.raises(OutriderError, match="its caches are larger than any memory") as caught:
-        NativeSession(tmp_path)
-    assert caught.value.kind == "bundle" and caught.value.remedy
+    refused(tmp_path, "bundle", "its caches are larger than any memory")
 
 
 def test_a_recurrent_state_is_refused(tmp_path: Path) -> None:
@@ -147,6 +144,4 @@ def test_a_recurrent_state_is_refused(tmp_path: Path) -> None:
     target = replace(manifest.pair.target, states=StateFacts([[1, 4]], 12, 3))
     carrying = replace(manifest, pair=replace(manifest.pair, target=target))
     write_json(tmp_path / "manifest.json", "manifest", carrying)
-    with pytest.raises(OutriderError, match="the target carries a recurrent state") as caught:
-        NativeSession(tmp_path)
-    assert caught.value.kind == "backend" and "BACKEND=onnxruntime" in caught.value.remedy
+    refused(tmp_path, "backend", "the target carries a recurrent state", "BACKEND=onnxruntime")

@@ -20,14 +20,14 @@ from runtime.sequence import ActiveSequence, Request
 MODEL = random_model(1, never=[EOS])
 DRAFT = near(MODEL, 2, 0.7)
 WARM = SamplingParams(temperature=0.8, seed=5)
-PARAMS = {
-    "greedy": SamplingParams(),
-    "plain": WARM,
-    "filters": replace(WARM, top_k=9, top_p=0.9, min_p=0.01),
-    "penalty": replace(WARM, repetition_penalty=1.3),
-    "block": replace(WARM, verify="block"),
-    "all": replace(WARM, top_k=9, top_p=0.95, repetition_penalty=1.2, verify="block"),
-}
+PARAMS = [
+    SamplingParams(),
+    WARM,
+    replace(WARM, top_k=9, top_p=0.9, min_p=0.01),
+    replace(WARM, repetition_penalty=1.3),
+    replace(WARM, verify="block"),
+    replace(WARM, top_k=9, top_p=0.95, repetition_penalty=1.2, verify="block"),
+]
 
 
 def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
@@ -64,7 +64,7 @@ def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
     return list(driver.log)
 
 
-def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
+def decode_randomly(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
     """Decode sequences that join, skip rounds, and leave early or when they finish, at seeded
     random. changing: the probability that a sequence changes its gamma before a round."""
     chance = random.Random(seed)
@@ -76,7 +76,7 @@ def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
             logprobs=chance.choice([None, None, None, 2]),
             eos_token_ids=frozenset([7, 11]), min_new_tokens=chance.choice([0, 0, 5]),
         )
-        for number, params in enumerate([*PARAMS.values()] * 2)
+        for number, params in enumerate(PARAMS * 2)
     ]  # fmt: skip
     present: list[ActiveSequence] = []
     done: list[ActiveSequence] = []

@@ -60,7 +60,7 @@ def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
     return [results[index].token_ids for index in range(len(requests))]
 
 
-def certified(bundle: Path, source: Any) -> None:
+def certify(bundle: Path, source: Any) -> None:
     """Certify sampling at temperature 1 with a draft that has also read the source."""
     options = Options(source=source, temperature=1.0, seed=5, max_new_tokens=100)
     found = check(one_thread(bundle, 1), None, options)

@@ -36,19 +36,6 @@ Probs = Callable[[Context], np.ndarray]
 # changes; the length of each piece is the probability of its outcome.
 
 
-def change_point(accepted: Callable[[float], bool]) -> float:
-    """Length of {u in [0, 1): accepted(u)}, for a predicate that is true below some point."""
-    if not accepted(0.0):
-        return 0.0
-    if accepted(ONE):
-        return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle) else (low, middle)
-    return low
-
-
 def pieces(token_at: Callable[[float], int], guesses: Iterable[float] = ()) -> dict[int, float]:
     """{token: length of its interval of u} for an inverse CDF, which is monotone in u.
 
@@ -131,15 +118,15 @@ def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tupl
         points = []
         for i in range(gamma):
 
-            def is_accepted(value: float, i: int = i, u: list[float] = u) -> bool:
+            def is_rejected(value: float, i: int = i, u: list[float] = u) -> bool:
                 accept = [others] * gamma
                 accept[i] = value
-                return len(round_(u, accept, 0.0)[1]) > i + 1
+                return len(round_(u, accept, 0.0)[1]) <= i + 1
 
-            points.append(change_point(is_accepted))
+            points.append(pieces(is_rejected).get(False, 0.0))
         for below in itertools.product((True, False), repeat=gamma):
             cell = math.prod(t if b else 1 - t for t, b in zip(points, below, strict=True))
-            if cell == 0:
+            if cell < 1e-12:
                 continue
             accept = [t / 2 if b else (t + 1) / 2 for t, b in zip(points, below, strict=True)]
             kept = tuple(round_(u, accept, 0.0)[1][:-1])
@@ -223,7 +210,7 @@ def at(**options: Any) -> SamplingParams:
 # --- keys -------------------------------------------------------------------------------------
 
 
-def in_halves(seed: int) -> tuple[Model, Model, Probs]:
+def models_of_halves(seed: int) -> tuple[Model, Model, Probs]:
     """Target, draft and the target's probabilities, all multiples of 1/2, so that a round's outcome
     changes only at 1/2 of a uniform."""
     made: dict[Context, tuple[np.ndarray, np.ndarray]] = {}
@@ -253,17 +240,18 @@ Key = tuple[Any, ...]
 def by_keys(
     gamma: int,
     count: int,
-    key_of: Callable[[int, Purpose, int], Key],
     seed: int = 1,
     prompt: Sequence[int] = (1, 2),
+    *,
+    key_of: Callable[[int, Purpose, int], Key] = lambda *key: key,
     **asked: Any,
 ) -> float:
     """Total variation distance of `count` tokens over several rounds from the target's.
 
-    Every key is a separate coin. The search is depth first over the keys, in the order of their
-    first use.
+    Every key is a separate coin; key_of: of a position, a purpose and a lane. The search is depth
+    first over the keys, in the order of their first use.
     """
-    target, draft, probs = in_halves(seed)
+    target, draft, probs = models_of_halves(seed)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=len(prompt) + 14)
     request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
     coins: dict[Key, int] = {}  # in the order of first use
@@ -283,7 +271,3 @@ def by_keys(
             coins[last] = 1
 
     return distance(outcomes(), probs, tuple(prompt), count)
-
-
-def own(position: int, purpose: Purpose, lane: int) -> Key:
-    return position, purpose, lane

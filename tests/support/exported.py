@@ -49,7 +49,7 @@ def eager(path: Path, ids: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(ids), use_cache=False).logits.numpy()
 
 
-def text(rows: int, length: int, seed: int = 5) -> np.ndarray:
+def random_ids(rows: int, length: int, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, (rows, length))
 
 
@@ -58,7 +58,7 @@ def type_of(value: onnx.ValueInfoProto) -> tuple[list[str | int], int]:
     return [d.dim_param or d.dim_value for d in tensor.shape.dim], tensor.elem_type
 
 
-def command(
+def run_export(
     capsys: pytest.CaptureFixture[str], folder: Path, model: Path | str, *more: str
 ) -> tuple[int, str]:
     """Run `python -m export` in this process, writing below `folder`. Returns status and stderr."""

@@ -19,14 +19,7 @@ from tokenizers import decoders, models
 
 from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import (
-    MANIFEST_FILE,
-    Dtype,
-    GraphFacts,
-    Manifest,
-    Pair,
-    TokenizerFacts,
-)
+from runtime.files.manifest import MANIFEST_FILE, Dtype, GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.files.records import digest_json
 from runtime.round import HostRounds
 from runtime.sampling.reference import NumpySampler
@@ -145,12 +138,7 @@ class FakeEngine(Engine):
         self._logits: Logits = np.empty((buffers, 0), np.float32)
 
     def forward(
-        self,
-        input_ids: Ids,
-        position: Ids,
-        logits_index: Ids,
-        first_slot: int = 0,
-        buffer: int = 0,
+        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0, buffer: int = 0
     ) -> Logits:
         batch, width = input_ids.shape
         assert input_ids.dtype == np.int64, input_ids.dtype

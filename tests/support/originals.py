@@ -18,12 +18,8 @@ LENGTHS = (1, 5, 30)  # of the prompts; the last exceeds the sliding window
 NEAR_TIE = 1e-5
 
 
-def make_prompts() -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(1, VOCAB_SIZE, length).tolist() for length in LENGTHS]
-
-
-PROMPTS = make_prompts()
+_rng = np.random.default_rng(3)
+PROMPTS = [_rng.integers(1, VOCAB_SIZE, length).tolist() for length in LENGTHS]
 
 
 class Original:

@@ -30,7 +30,9 @@ SAMPLER = "numpy"  # set by the fixture `sampler`
 
 # The device-side loop is frozen until a GPU has shown that it beats launching ahead.
 LOOP = pytest.param("loop", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", LOOP], indirect=True)
+all_samplers = pytest.mark.parametrize(
+    "sampler", ["numpy", "kernel", "device", LOOP], indirect=True
+)
 without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
 # Also for tests that choose the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
 # kernels with the CPU's on the same numbers.
@@ -145,6 +147,11 @@ def ids(sequence: ActiveSequence) -> list[int]:
     return [token.id for token in sequence.output]
 
 
+def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
+    """Ids and log-probabilities of the output."""
+    return [(token.id, token.logprob) for token in sequence.output]
+
+
 def run(decoder: Decoder, request: Request) -> ActiveSequence:
     """Decode a whole request, checking the rows after every round, and release the slot."""
     sequence = decoder.admit(request)
@@ -166,12 +173,12 @@ def finish(decoder: Decoder, *sequences: ActiveSequence) -> None:
         decoder.round(unfinished)
 
 
-def together(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequence]:
+def run_all(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequence]:
     """Like `run`, but for all requests at once, each in its own slot."""
     active = [decoder.admit(request) for request in requests]
     while unfinished := [sequence for sequence in active if sequence.finish_reason is None]:
         decoder.round(unfinished)
-        for sequence in unfinished:
+        for sequence in active:
             check_rows(decoder, sequence)
     for sequence in active:
         decoder.release(sequence)
@@ -237,7 +244,7 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 
 
 @contextmanager
-def is_late() -> Iterator[None]:
+def late_ends() -> Iterator[None]:
     """The end of a sequence is detected one token too late."""
     real = Decoder._finish_reason
     noticed: dict[ActiveSequence, str | None] = {}

@@ -20,7 +20,7 @@ STEP = 0.02  # seconds of a plain step
 COLD = 4  # rounds until caches are warm
 # For each position, whether a draft token is accepted; or a function from gamma to the number
 # accepted.
-Fate = Sequence[bool] | Callable[[int], int]
+Acceptance = Sequence[bool] | Callable[[int], int]
 
 
 @dataclass
@@ -71,25 +71,26 @@ class Run:
     loss: float = 0.0
 
 
-def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
-    """Random acceptance. alpha: its rate, for all positions or for each; a position's coin is the
-    same for every policy."""
+def random_acceptance(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
+    """Random acceptance. alpha: its rate, for all positions or for each; a position's outcome is
+    the same for every policy."""
     heads: npt.NDArray[np.bool_] = np.random.default_rng(seed).random(tokens) < alpha
     return heads.tolist()
 
 
 def simulate(
-    chooser: policy.Policy, known: Costs | None, machine: Machine, fate: Fate, tokens: int
-) -> Run:
+    chooser: policy.Policy, known: Costs | None, machine: Machine, acceptance: Acceptance,
+    tokens: int,
+) -> Run:  # fmt: skip
     """Simulate one sequence. known: the costs that the policy uses, updated with each timing; None
     if it uses none."""
     run, behind, stay = Run(), 0, 0
     while run.tokens < tokens:
         gamma = min(chooser.next(1), tokens - run.tokens - 1)
-        if callable(fate):
-            accepted = fate(gamma)
+        if callable(acceptance):
+            accepted = acceptance(gamma)
         else:
-            accepted = [*fate[run.tokens : run.tokens + gamma], False].index(False)
+            accepted = [*acceptance[run.tokens : run.tokens + gamma], False].index(False)
         level = 1 + machine.rise * min(1.0, run.tokens / 100)
         slow = level * (1 + machine.cold * max(0, COLD - stay) / COLD if gamma else 1)
         reading = machine.cost + behind * machine.reading if gamma and behind else 0.0
@@ -110,7 +111,7 @@ def simulate(
 
 
 def speeds(
-    gamma: int | str, machine: Machine, loads: Mapping[str, Sequence[Fate]], tokens: int,
+    gamma: int | str, machine: Machine, loads: Mapping[str, Sequence[Acceptance]], tokens: int,
     fallback: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Speed-ups over plain decoding, by workload and for "all", whose sequences take turns on one
@@ -118,10 +119,10 @@ def speeds(
     known, machine = Costs(MAX_GAMMA), replace(machine)
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     for texts in zip(*loads.values(), strict=True):
-        for name, fate in zip(loads, texts, strict=True):
+        for name, acceptance in zip(loads, texts, strict=True):
             chooser = policy.make_policy(gamma, known, MAX_GAMMA, fallback=fallback, settings=name)
             observed = known if fallback or gamma == "auto" else None
-            runs[name].append(simulate(chooser, observed, machine, fate, tokens))
+            runs[name].append(simulate(chooser, observed, machine, acceptance, tokens))
     groups = {**runs, "all": [run for some in runs.values() for run in some]}
     return {name: sum(x.plain for x in g) / sum(x.time for x in g) for name, g in groups.items()}
 

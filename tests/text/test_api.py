@@ -50,17 +50,15 @@ def test_numpy_numbers_are_numbers(engine, kind):
     ],
 )  # fmt: skip
 def test_options_are_refused_by_the_api_too(engine, options):
-    with pytest.raises(OutriderError) as error:
+    with pytest.raises(OutriderError, match=r"^option: "):
         engine.generate("ab", **options)
-    assert error.value.kind == "option"
     assert engine.decoder.slots.free == 1
 
 
 @pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
 def test_invalid_prompts(engine, prompt):
-    with pytest.raises(OutriderError) as error:
+    with pytest.raises(OutriderError, match=r"^prompt: "):
         engine.generate(prompt)
-    assert error.value.kind == "prompt"
 
 
 def test_no_messages_are_no_token_ids(engine):

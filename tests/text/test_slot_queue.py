@@ -147,9 +147,8 @@ def test_who_wants_all_slots_is_not_overtaken(waiters: Waiters) -> None:
 )
 def test_who_may_not_wait_is_told_at_once(queue: SlotQueue, words: str) -> None:
     hold_elsewhere(queue)
-    with pytest.raises(OutriderError, match=words) as error:
+    with pytest.raises(OutriderError, match=f"^busy: .*{words}"):
         queue.acquire(Caller())
-    assert error.value.kind == "busy"
     assert not queue._waiting
 
 

@@ -211,12 +211,10 @@ def test_padding_and_truncation_of_the_training_run_are_off(tmp_path: Path) -> N
 def test_what_the_tokenizer_refuses(files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     for path in (tmp_path / "tokenizer.json", tmp_path / "absent.json"):
-        with pytest.raises(OutriderError, match="cannot read the tokenizer") as error:
+        with pytest.raises(OutriderError, match=r"^bundle: .*cannot read the tokenizer"):
             Tokenizer(path)
-        assert error.value.kind == "bundle"
-    with pytest.raises(OutriderError, match="character 2 is a lone surrogate") as error:
+    with pytest.raises(OutriderError, match=r"^prompt: .*character 2 is a lone surrogate"):
         Tokenizer(files["byte_level"]).encode("ab\udcff")
-    assert error.value.kind == "prompt"
 
 
 def naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

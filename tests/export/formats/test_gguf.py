@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import CONTEXT, EOS, TOKENS, VOCAB_SIZE, WINDOW
 from dense import bytes_per_number, different, loaded, recovers
-from exported import Refused, command, text
+from exported import Refused, random_ids, run_export
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from workshop import MAX_LEN, Workshop, traced_once
@@ -100,7 +100,7 @@ def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, 
         default = 5e5 ** -(np.arange(0, 16, 2) / 16)
         more = {"tensors": {"rope_freqs.weight": default / llama3.numpy()}}
     gguf_files.write(tmp_path / "model.gguf", source, **more)
-    ids = torch.from_numpy(text(2, 100))
+    ids = torch.from_numpy(random_ids(2, 100))
     with torch.no_grad():
         logits = load(find(str(tmp_path)), torch.float32)(ids).logits
         torch.testing.assert_close(logits, original(ids).logits, rtol=1e-5, atol=1e-5)
@@ -165,7 +165,7 @@ def test_export_of_a_gguf_file(
     source = workshop.checkpoint("llama")
     gguf_files.write(tmp_path / "model.gguf", source, "Q4_0")
     with traced_once():  # the graph is that of the original with 4 bits
-        status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", str(MAX_LEN))
+        status, err = run_export(capsys, tmp_path, tmp_path / "model.gguf", f"--max-len={MAX_LEN}")
     assert status == 0, err
     assert "GGUF, Q4_0 and F32\n" in err
     tokenizer = json.loads((tmp_path / "out" / "tokenizer" / TOKENIZER_FILE).read_text())
@@ -187,7 +187,7 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
     """Refused before the export if the backend does not run such weights; the error shows the
     default, which loses next to nothing."""
     gguf_files.write(tmp_path / "model.gguf", source, kind)
-    status, output = command(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
+    status, output = run_export(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
     bits = "int4" if kind == "Q4_0" else "int8"
     assert status and f"WEIGHTS={bits}, the default here, is not supported by the backend" in output
     assert "Build with WEIGHTS=full" in output

@@ -16,15 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import rounds
-from fakes import (
-    EOS,
-    VOCAB_SIZE,
-    Context,
-    make_text_engine,
-    near,
-    random_model,
-)
-from rounds import broken, cases, check_rows, finish, ids, make_decoder, run
+from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
+from rounds import broken, cases, check_rows, finish, ids, make_decoder, outcome, run
 
 from runtime.backends.engine import CachedRows, Ids
 from runtime.beam.text import beam_texts
@@ -51,10 +44,6 @@ def decoder(slots: int) -> Decoder:
     return make_decoder(MODEL, DRAFT, slots=slots, max_len=96)
 
 
-def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
-    return [(token.id, token.logprob) for token in sequence.output]
-
-
 def a_request(
     rng: np.random.Generator, texts: list[list[int]], params: SamplingParams, draft: str
 ) -> Request:
@@ -70,11 +59,8 @@ def a_request(
     )  # fmt: skip
 
 
-def check_crowd(
-    slots: int,
-    params: SamplingParams,
-    seeds: range = range(4),
-    chains: bool = False,
+def check_concurrent(
+    slots: int, params: SamplingParams, seeds: range = range(4), chains: bool = False
 ) -> tuple[int, int]:
     """Returns how many tokens were reused, and how many sequences reached end-of-text."""
     reused, ended = 0, 0
@@ -115,7 +101,7 @@ def check_crowd(
 )  # fmt: skip
 def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
     on_device = rounds.SAMPLER in ("device", "loop")  # slow, because emulated; and reuses no rows
-    reused, ended = check_crowd(slots, params, range(1 if on_device else 4), not on_device)
+    reused, ended = check_concurrent(slots, params, range(1 if on_device else 4), not on_device)
     assert (reused > 200) != on_device and ended > 0
 
 
@@ -174,7 +160,7 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
 )
 def test_a_fault_is_noticed(name: str, fault: Callable[..., Any], params: SamplingParams) -> None:
     with broken(name, fault), pytest.raises(AssertionError):
-        check_crowd(3, params)
+        check_concurrent(3, params)
 
 
 def test_slots_run_out_and_come_back() -> None:

@@ -9,7 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import Context, Model, near, random_model
-from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run, together
+from rounds import (
+    all_samplers,
+    broken,
+    check_rows,
+    ids,
+    late_ends,
+    make_decoder,
+    oracle,
+    run,
+    run_all,
+)
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -56,7 +66,7 @@ def odd_widths(temperature: float, draft_width: int, vocab_size: int = 16) -> No
         assert gamma == 0 or 0 < sequence.stats.accepted < sequence.stats.drafted
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft_width", [20, 10])
 def test_padding_is_never_emitted(temperature: float, draft_width: int) -> None:
@@ -84,7 +94,7 @@ def test_a_draft_of_fewer_tokens_in_company() -> None:
             Request([15, 2, 11, 15, 2], gamma=GAMMA, max_new_tokens=40, draft=kind)
             for kind in kinds
         ]
-        sequences = together(decoder, requests)
+        sequences = run_all(decoder, requests)
         for request, sequence in zip(requests, sequences, strict=True):
             assert ids(sequence) == oracle(model, request, 16)
         assert all(sequence.stats.drafted for sequence in sequences)
@@ -105,7 +115,7 @@ def failing(model: Model, at: int) -> Model:
     return broken_model
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize("name", ["target", "draft"])
 @pytest.mark.parametrize("at", [4, 7])  # 4: the prefill
 def test_numeric_failures_are_named(name: str, at: int) -> None:
@@ -127,7 +137,7 @@ def test_numeric_failures_are_named(name: str, at: int) -> None:
     check_rows(decoder, neighbour)
 
 
-@both
+@all_samplers
 @pytest.mark.parametrize(("name", "logprobs"), [("target", None), ("draft", None), ("target", 0)])
 def test_a_failure_is_one_sequences_alone(name: str, logprobs: int | None) -> None:
     """The other sequences of its rounds get the same output as alone. On a GPU, this includes
@@ -209,19 +219,14 @@ def fills_context(slots: int, max_gamma: int = 8, capacity: int | None = None) -
         target, near(target, 3, 0.5), slots=slots, max_len=40, max_gamma=max_gamma,
         capacity=capacity,
     )  # fmt: skip
-    prompts = [[2, 3, 4] * (1 + 5 * slot) for slot in range(slots)]
-    sequence = [
-        decoder.admit(Request(prompt, gamma=max(0, max_gamma - slot), max_new_tokens=99))
-        for slot, prompt in enumerate(prompts)
+    requests = [
+        Request([2, 3, 4] * (1 + 5 * slot), gamma=max(0, max_gamma - slot), max_new_tokens=99)
+        for slot in range(slots)
     ]
-    while batch := [r for r in sequence if r.finish_reason is None]:
-        decoder.round(batch)
-        for r in sequence:
-            check_rows(decoder, r)
-    for r, prompt in zip(sequence, prompts, strict=True):
-        assert (len(r.slot.tokens), r.finish_reason) == (40, "context")
-        request = replace(r.request, max_new_tokens=40 - len(prompt))
-        assert ids(r) == oracle(target, request)
+    for request, sequence in zip(requests, run_all(decoder, requests), strict=True):
+        assert (len(sequence.slot.tokens), sequence.finish_reason) == (40, "context")
+        full = replace(request, max_new_tokens=40 - len(request.prompt))
+        assert ids(sequence) == oracle(target, full)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -245,7 +250,7 @@ def test_rows_that_a_bundle_would_not_have() -> None:
         fills_context(1, capacity=40)
     with pytest.raises(AssertionError, match="40"):
         fills_context(3, capacity=40)
-    with is_late(), pytest.raises(AssertionError):
+    with late_ends(), pytest.raises(AssertionError):
         fills_context(3)
 
 

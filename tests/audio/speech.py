@@ -65,7 +65,7 @@ def talk(seconds: float, seed: int = 0) -> np.ndarray:
     return np.concatenate(pieces)[:count].astype(np.float32)
 
 
-def theirs(
+def expected_segments(
     sound: np.ndarray, seed: int = 0, english: bool = False, **options: Any
 ) -> list[dict[str, Any]]:
     extractor = WhisperFeatureExtractor()
