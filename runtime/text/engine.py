@@ -65,6 +65,7 @@ class TextEngine:
         self._round_sharer = RoundSharer()
         self.dropped: deque[ActiveSequence] = deque()
         self._total = Stats(requests=0)
+        self._process = os.getpid()
         _open_engines.add(self)
 
     @property
@@ -78,6 +79,9 @@ class TextEngine:
         """Free the memory, after the round that may be running. Open streams and calls that wait
         for a slot raise OutriderError "bundle"."""
         _open_engines.discard(self)
+        if os.getpid() != self._process:  # the locks may be held by threads of the parent
+            self._decoder = None
+            return
         self.slot_queue.close()
         with self._decoder_lock:
             self._decoder = None

@@ -209,20 +209,27 @@ def test_a_daemon_thread_in_a_round_at_exit(llama_bundle: Path) -> None:
 
 
 FORK = """
-import os, runtime, signal, sys
-engine = runtime.load(sys.argv[1], verify=False)
-engine.generate([5, 6, 7], max_new_tokens=4)
+import os, signal
 child = os.fork()
 if child == 0:
     signal.alarm(20)  # ends a child that hangs
-else:
-    sys.exit(os.waitpid(child, 0)[1])
+    {}
+    sys.exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)
+"""
+GENERATE_ONCE = """
+import sys, runtime
+engine = runtime.load(sys.argv[1], verify=False)
+engine.generate([5, 6, 7], max_new_tokens=4)
 """
 
 
-def test_a_forked_process_ends(llama_bundle: Path) -> None:
-    """Fault: it waited for ONNX Runtime's threads, which only its parent has."""
-    subprocess.run([sys.executable, "-c", FORK, str(llama_bundle)], cwd=CHECKOUT, check=True)
+@pytest.mark.parametrize("begin", [GENERATE_ONCE, GENERATE_AT_EXIT])
+@pytest.mark.parametrize("what", ["pass", "engine.close()"])
+def test_a_forked_process_ends(llama_bundle: Path, begin: str, what: str) -> None:
+    """Fault: it waited for ONNX Runtime's threads, or for a lock, which only its parent has."""
+    command = [sys.executable, "-c", begin + FORK.format(what), str(llama_bundle)]
+    subprocess.run(command, cwd=CHECKOUT, check=True)
 
 
 CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
