@@ -287,7 +287,6 @@ def _keep_inherited_engines() -> None:
     that exist only in the parent."""
     for engine in _open_engines:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine._decoder))
-    _open_engines.clear()
 
 
 os.register_at_fork(after_in_child=_keep_inherited_engines)
