@@ -16,6 +16,7 @@ from .worker import Arrivals, convert_checkpoint, weights_bytes
 og: Any = onnxruntime_genai
 BUILDER = "onnxruntime_genai.models.builder"
 WEIGHTS = "model.onnx.data"
+PRECISIONS = {"float32": "fp32", "int4": "int4"}  # the builder's names
 NGRAM = 3  # for lookups: searches for the last two tokens, as Transformers does
 
 
@@ -24,6 +25,7 @@ class GenaiWorker:
     request drafts."""
 
     def __init__(self, setup: Setup):
+        self._precision = setup.precision
         self._threads = {"session_options": {"intra_op_num_threads": setup.threads}}
         self._folder = _build(setup, setup.target)
         self._draft = _build(setup, setup.draft) if setup.draft else None
@@ -34,7 +36,7 @@ class GenaiWorker:
         return {
             "onnxruntime-genai": og.__version__,
             "onnxruntime": onnxruntime.__version__,
-            "dtype": "float32",
+            "dtype": self._precision,
             "weights": weights_bytes(self._folder, WEIGHTS),
             "draft_weights": weights_bytes(self._draft, WEIGHTS) if self._draft else 0,
             "cache_element": 4,
@@ -93,10 +95,14 @@ class GenaiWorker:
 
 
 def _build(setup: Setup, checkpoint: Path) -> Path:
-    folder = setup.work / "genai" / checkpoint.name
+    """Convert a checkpoint. int4 has the builder's defaults for a CPU: blocks of 32, products in 8
+    bits. A tied embedding is stored once, as in the other systems' files."""
+    folder = setup.work / "genai" / f"{checkpoint.name}-{setup.precision}"
+    tied = json.loads((checkpoint / "config.json").read_text()).get("tie_word_embeddings", True)
     return convert_checkpoint(
-        folder, checkpoint, BUILDER, "-i", checkpoint, "-o", folder, "-p", "fp32", "-e", "cpu",
-        "-c", folder.parent / "cache", "--extra_options", "hf_token=false",
+        folder, checkpoint, BUILDER, "-i", checkpoint, "-o", folder,
+        "-p", PRECISIONS[setup.precision], "-e", "cpu", "-c", folder.parent / "cache",
+        "--extra_options", "hf_token=false", f"shared_embeddings={str(tied).lower()}",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from test_core import CODE, PROSE, Letters, render_page
 from workshop import Workshop
 
 from bench.core import pair
-from bench.core.clock import Clock
+from bench.core.clock import Clock, Sample
 from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
@@ -140,7 +140,7 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
         return [goal["met"] for _, goal in goals({"cells": cells, "pair": {"shape": "1b"}, **more})]
 
     assert met(row, memory=held, loads=loads) == [
-        *["yes"] * 5, *["not measured"] * 6, *["yes"] * 3, "no",
+        *["yes"] * 5, *["not measured"] * 8, *["yes"] * 3, "no",
     ]  # fmt: skip
     slow = met({**row, PLAIN: plain(2, first=0.7)}, memory={}, loads={})
     assert slow[:2] == ["no", "no"] and slow[-1] == "not measured"
@@ -151,8 +151,11 @@ def test_who_gets_which_workload() -> None:
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = single_jobs(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
-    count = sum(system.takes_long_jobs for system in every)
-    assert {len(job.systems) for job in work if job.group == LENGTHS} == {count}
+    (long,) = {tuple(s.name for s in job.systems) for job in work if job.group == LENGTHS}
+    assert long == (
+        "outrider int4 plain", "outrider int4 draft", "outrider int4 auto", BASE,
+        "transformers assistant", "genai int4 plain", "llama.cpp q4_0 plain",
+    )  # fmt: skip
     assert {len(x.prompts[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
     sizes = [[len(x.prompts) for x in job.requests] for job in batch_jobs(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
@@ -214,13 +217,22 @@ def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
     return SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
 
 
-def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
-    """Nor lengths at which they are not measured: a job without systems is dropped."""
-    prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
-    works = [single_jobs(FULL, prompts, chosen), batch_jobs(FULL, prompts, chosen)]
-    cells = run(side, chosen, works, None)["cells"]
-    assert {cell["group"] for cell in cells} == {SHARED}
-    assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
+def test_a_run_of_int8_alone_measures_everything_in_int8(
+    side: SideRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without systems is dropped."""
+    samples = {name: [Sample(0.01)] for name in ("draft", "1", "2", "3", "4", "5")}
+    monkeypatch.setattr(FakePeer, "time_steps", lambda *_: samples)
+    prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int8"])
+    works = [single_jobs(QUICK, prompts, some) for some in (chosen, [])]
+    works.append(batch_jobs(QUICK, prompts, chosen))
+    results = run(side, chosen, works, None)
+    cells = results["cells"]
+    assert [cell["group"] for cell in cells] == [SHARED] * 4 + [TOGETHER] * 2
+    assert all("outrider int8 plain" in row for cell in cells for row in cell["rows"])
+    page = render_page(SUITE, results)
+    assert page.count("\n| int8 draft, editing 128+24, temperature ") == 2  # Theorem 3.8
+    assert "Theorem 3.8 | at least 0.95 |  | not measured" not in page
 
 
 def test_checkpoints_of_ones_own(

@@ -31,16 +31,18 @@ PLAIN, DRAFT = "outrider plain", "outrider draft"
 DRAFTLESS = "plain", "lookup"  # modes without a draft model
 PLAIN_DRAFT, PLAIN_DRAFT_LOOKUP = ("plain", "draft"), ("plain", "draft", "lookup")
 # The modes that are measured, by kind of model, system and precision. "text" models continue a
-# prompt; "seq2seq" models (encoder-decoders) read it. Modes have the same names in all systems:
-# "plain" decoding; "draft" (draft model) and "lookup" (n-grams of the text) with gamma tokens per
-# round; "auto" chooses gamma for each round; "assistant" drafts with the library's defaults.
+# prompt; "seq2seq" models (encoder-decoders) read it. A system's fewest bits come last. Modes have
+# the same names in all systems: "plain" decoding; "draft" (draft model) and "lookup" (n-grams of
+# the text) with gamma tokens per round; "auto" chooses gamma for each round; "assistant" drafts
+# with the library's defaults.
 MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
-        ("outrider", "float32"): ("plain", "draft", "auto", "lookup"),
+        ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "int8"): PLAIN_DRAFT,
-        ("outrider", "int4"): PLAIN_DRAFT_LOOKUP,
+        ("outrider", "int4"): ("plain", "draft", "auto", "lookup"),
         ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
         ("genai", "float32"): PLAIN_DRAFT_LOOKUP,
+        ("genai", "int4"): PLAIN_DRAFT_LOOKUP,
         ("llama.cpp", "float32"): PLAIN_DRAFT_LOOKUP,
         ("llama.cpp", "q8_0"): PLAIN_DRAFT,
         ("llama.cpp", "q4_0"): PLAIN_DRAFT_LOOKUP,
@@ -86,11 +88,6 @@ class System:
     def worker(self) -> str:
         return f"{self.peer} {self.precision}"
 
-    @property
-    def takes_long_jobs(self) -> bool:
-        """Whether it takes part in the workloads that take long."""
-        return self.precision == "float32" and self.mode in LONG_MODES.get(self.peer, ("plain",))
-
 
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
@@ -103,6 +100,12 @@ def systems(
         if name in wanted and precision in precisions
         for mode in modes
     ]
+
+
+def with_fewest_bits(chosen: Sequence[System]) -> list[System]:
+    """Of each peer, the modes in the precision with the fewest bits."""
+    fewest = {system.peer: system.precision for system in chosen}
+    return [system for system in chosen if system.precision == fewest[system.peer]]
 
 
 @dataclass(frozen=True)
@@ -205,11 +208,8 @@ class SideRun:
                         if figures := self.decode(peers, system, request):
                             row[system.name] = figures
                     rows.append(row)
-                    if {PLAIN, DRAFT} <= row.keys() and len(request.prompts) == 1:
-                        position = len(request.begin or request.prompts[0])
-                        position += request.new_tokens // 2
-                        if costs := self.measure_costs(peers, position):
-                            row[DRAFT] |= compare_with_theory(row[PLAIN], row[DRAFT], costs)
+                    if len(request.prompts) == 1:
+                        self.add_theory(peers, job.systems, request, row)
                     after_request()
                 temperature = job.requests[0].temperature
                 shape = {"group": job.group, "name": job.name, "temperature": temperature}
@@ -240,13 +240,26 @@ class SideRun:
         draft = self.pair.draft
         return row_bytes(self.pair.target, element), row_bytes(draft, element) if draft else 0
 
-    def measure_costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
-        """Costs from calls of Outrider's engines alone, measured after the texts of a prompt."""
-        if (name := "costs of outrider") not in self.missing:
-            with self.record_unavailable(name):
-                steps = StepsRequest(position, list(range(1, GAMMA + 2)))
-                return costs_from_calls(peers["outrider float32"].time_steps(steps))
-        return None
+    def add_theory(
+        self,
+        peers: dict[str, Peer],
+        chosen: Sequence[System],
+        request: Request,
+        row: dict[str, TextFigures],
+    ) -> None:
+        """Add the figures of `compare_with_theory` to those of Outrider's drafts, in its fewest
+        bits. The costs are from calls of the engines alone, after the texts of the prompt."""
+        own = {s.mode: s for s in with_fewest_bits(chosen) if s.peer == "outrider"}
+        if not all(mode in own and own[mode].name in row for mode in PLAIN_DRAFT):
+            return
+        if (name := "costs of outrider") in self.missing:
+            return
+        plain, fast = (row[own[mode].name] for mode in PLAIN_DRAFT)
+        position = len(request.begin or request.prompts[0]) + request.new_tokens // 2
+        with self.record_unavailable(name):
+            steps = StepsRequest(position, list(range(1, GAMMA + 2)))
+            costs = costs_from_calls(peers[own["draft"].worker].time_steps(steps))
+            fast |= compare_with_theory(plain, fast, costs)
 
     def measure_memory(
         self, chosen: Sequence[System], prompt: list[int]

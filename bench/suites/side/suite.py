@@ -4,6 +4,8 @@ The pair is the bundled one, grown to the shape of a real model without changing
 draft that agrees with it at about the requested rate (bench.core.pair); or it is your own (--model,
 --draft). Every system runs in its own process (bench.systems). Each prompt goes to all of them, one
 after the other in a changing order. Ratios are computed prompt by prompt; tables show their median.
+Other lengths, batches, and the comparison with Theorem 3.8 are measured in the fewest bits of each
+system.
 
 An encoder-decoder (--shape t5-base, whisper-small) reads sources instead of prompts. The time to
 the first token includes the encoder, whose time is also reported separately if it is known.
@@ -33,7 +35,9 @@ from .run import (
     DRAFTLESS,
     GAMMA,
     LENGTHS,
+    LONG_MODES,
     MEMORY_SHAPE,
+    PLAIN_DRAFT,
     PRECISIONS,
     SHARED,
     TOGETHER,
@@ -41,6 +45,7 @@ from .run import (
     SideRun,
     System,
     systems,
+    with_fewest_bits,
 )
 
 SEQ2SEQ_MAX_LEN = 448  # rows of an encoder-decoder's cache, the maximum of Whisper
@@ -50,9 +55,9 @@ TextShape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, prompt and
 
 @dataclass(frozen=True)
 class SideScale:
-    """count: prompts per workload. shared: the shape for all systems. lengths: further shapes for
-    the main systems. batch_sizes: batch sizes. batches: batches of each size. batch: (prompt,
-    output) tokens in a batch."""
+    """count: prompts per workload. shared: the shape for all systems. lengths: further shapes, for
+    the main modes of each system in its fewest bits. batch_sizes: batch sizes. batches: batches of
+    each size. batch: (prompt, output) tokens in a batch."""
 
     count: int
     shared: TextShape
@@ -80,7 +85,10 @@ QUICK = SideScale(2, (["completion", "editing"], 128, 24, TEMPERATURES), [], (1,
 
 def single_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
     """Jobs whose texts are decoded one at a time; jobs without any system are omitted."""
-    long_systems = [system for system in chosen if system.takes_long_jobs]
+    long_systems = [
+        system for system in with_fewest_bits(chosen)
+        if system.mode in LONG_MODES.get(system.peer, ("plain",))
+    ]  # fmt: skip
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, long_systems) for shape in scale.lengths]
     jobs = []
@@ -97,8 +105,8 @@ def single_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) ->
 
 
 def batch_jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Jobs with batches, plain and with drafts, in float32."""
-    some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
+    """Jobs with batches, plain and with drafts, in each system's fewest bits."""
+    some = [system for system in with_fewest_bits(chosen) if system.mode in PLAIN_DRAFT]
     length, new_tokens = scale.batch
     return [
         Job(TOGETHER, f"{size} together",

@@ -22,8 +22,9 @@ from .run import DRAFT, PLAIN, SHARED, TOGETHER, TextFigures
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
 CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
 MIXED = "outrider mixed draft"  # a float32 target with an int8 draft
-EQUAL_BITS = {"int4": "q4_0", "int8": "q8_0"}  # formats of Outrider and llama.cpp with equal bits
-FLOAT32_PEERS = (BASE, "genai plain", LLAMA)  # the peers in float32
+GENAI4 = "genai int4 plain"
+EQUAL_BITS = {"int4": (Q4, GENAI4), "int8": ("llama.cpp q8_0 plain",)}  # by Outrider's format
+OWN = "own plain"  # the same system's plain decoding in the same precision
 Row = Mapping[str, TextFigures]
 Goal = tuple[str, str, float, Sequence[float]]  # name, at "least" or "most", bound, measured values
 F1, F2, F3 = ",.1f", ",.2f", ",.3f"
@@ -38,7 +39,8 @@ SPEEDS: tuple[Column, ...] = (
     ("tau", "tau", F2), ("of_examined", "of exam.", ".0%"),
     ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
     (BASE, "x Transf.", F2), (LLAMA, "x llama", F2), (Q4, "x q4_0", F2),
-    (CT2, "x CTr.", F2), (CT2_INT8, "x int8", F2), (PLAIN, "x own", F2),
+    (GENAI4, "x GenAI int4", F2), (CT2, "x CTr.", F2), (CT2_INT8, "x int8", F2),
+    (PLAIN, "x Outrider f32", F2), (OWN, "x own plain", F2),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
     ("alpha", "alpha", F3), ("c", "c", F3), ("verify", "verify", F2), ("given", "tau", F2),
@@ -83,8 +85,9 @@ def figures_of(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     found |= {key: 1e3 * found[key] for key in ("first", "encode", "whole") if key in found}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
     found["disturbed"] = 2 * sum(t["lost"] > LOST_LIMIT for t in texts) > len(texts)
-    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, PLAIN
-    gains = {base: ratios(rows, name, base) for base in bases}
+    bases = {base: base for base in (BASE, LLAMA, Q4, GENAI4, CT2, CT2_INT8, PLAIN)}
+    bases[OWN] = f"{name.rpartition(' ')[0]} plain"
+    gains = {key: ratios(rows, name, base) for key, base in bases.items()}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
 
 
@@ -124,10 +127,12 @@ def tables(results: Results) -> list[Table]:
         table for (group, _), some in groups.items() for table in _speeds(group, some, results)
     ]
     theory = [
-        (f"{cell['name']}, temperature {cell['temperature']:g}", found)
+        (f"{name.removeprefix('outrider ')}, {cell['name']}, temperature {cell['temperature']:g}",
+         found)
         for cell in cells
-        if "quotient" in (found := figures_of(cell["rows"], DRAFT, rate))
-    ]
+        for name in results["systems"]
+        if "quotient" in (found := figures_of(cell["rows"], name, rate))
+    ]  # fmt: skip
     loads = [
         (worker, {"seconds": Spread.of(times), "count": len(times)})
         for worker, times in results["loads"].items()
@@ -140,7 +145,7 @@ def tables(results: Results) -> list[Table]:
     wanted = [] if results["pair"]["alpha_wanted"] is None else goals(results)
     all_tables = [
         *group_tables,
-        make_table("Speedup of outrider draft over plain, and Theorem 3.8", theory, THEORY),
+        make_table("Outrider's speedup over its plain decoding, and Theorem 3.8", theory, THEORY),
         make_table("Memory, one process each", memory, MEMORY),
         make_table("Time to load the target, from converted files", loads, LOADS,
                  ["For Outrider this includes the draft, unless the process decodes without it."]),
@@ -160,7 +165,7 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _text_goals(rows: Sequence[Row], results: Results) -> list[Goal]:
-    quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
+    quotients = [x["quotient"] for row in rows for x in row.values() if "quotient" in x]
     memory = results["memory"].items()
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
     assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
@@ -208,10 +213,10 @@ def _seq2seq_goals(rows: Sequence[Row]) -> list[Goal]:
 
 def _quantised_goals(rows: Sequence[Row]) -> list[Goal]:
     found: list[Goal] = []
-    for own, theirs in EQUAL_BITS.items():
-        plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
-        peer = f"llama.cpp {theirs} plain"
-        for fast, slow, bound in ((plain, peer, 1.0), (draft, peer, 1.5), (draft, plain, 1.5)):
+    for bits, peers in EQUAL_BITS.items():
+        plain, draft = (f"outrider {bits} {mode}" for mode in ("plain", "draft"))
+        pairs = [pair for peer in peers for pair in ((plain, peer, 1.0), (draft, peer, 1.5))]
+        for fast, slow, bound in (*pairs, (draft, plain, 1.5)):
             found.append((f"{fast}, speed vs. {slow}", "least", bound, ratios(rows, fast, slow)))
     return found
 
@@ -225,12 +230,15 @@ def _verdict(kind: str, bound: float, spread: Spread | None) -> dict[str, Any]:
 
 
 def _first_token_ratios(rows: Iterable[Row]) -> list[float]:
-    """The best peer's time to the first token over Outrider's, for each row."""
+    """The shortest time to the first token of the peers' plain decoding over that of Outrider's,
+    each in its fastest precision, for each row."""
     found = []
     for row in rows:
-        others = [row[name]["first"] for name in FLOAT32_PEERS if name in row]
-        if PLAIN in row and others:
-            found.append(min(others) / row[PLAIN]["first"])
+        firsts = [(name, x["first"]) for name, x in row.items() if name.endswith(" plain")]
+        own, others = ([x for name, x in firsts if name.startswith("outrider") is ours]
+                       for ours in (True, False))  # fmt: skip
+        if own and others:
+            found.append(min(others) / min(own))
     return found
 
 
