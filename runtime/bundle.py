@@ -14,7 +14,7 @@ from . import host
 from .backends.bits import Bits, promised_bits
 from .backends.registry import host_engine
 from .decoder import Decoder
-from .files.errors import OutriderError, is_whole, refuse_first
+from .files.errors import INTEGER, OutriderError, check_value, refuse_first
 from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
@@ -236,14 +236,13 @@ def check_options(
          "Leave them out, or use a bundle that runs on the CPU."),
         (gpu and threads != 0, f"threads={threads!r} is out of range on a GPU",
          "Leave it out: it applies to engines on the CPU."),
-        (not (is_whole(threads) and 0 <= threads <= max_threads()),
-         f"threads={threads!r} is out of range", f"Use 0 (automatic) to {max_threads()}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
-        (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),
-         f"plain_width={plain_width!r} is out of range",
-         "Use 1 or 2, or leave it out."),
     ])  # fmt: skip
+    check_value("threads", threads, INTEGER, lambda x: 0 <= x <= max_threads(),
+                f"from 0 (automatic) to {max_threads()}")  # fmt: skip
+    if plain_width is not None:
+        check_value("plain_width", plain_width, INTEGER, lambda x: x in (1, 2), "1 or 2")
 
 
 def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
@@ -251,8 +250,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
 
     On a GPU `gpu.opening` checks them against its memory. Raises OutriderError "option", "memory".
     """
-    if not is_whole(slots) or slots < 1:
-        raise OutriderError("option", f"slots={slots!r} is out of range", "Use an integer >= 1.")
+    check_value("slots", slots, INTEGER, lambda x: x >= 1, "1 or more")
     pair = manifest.pair
     need = sum(facts.cache_bytes(slots, FIRST_ROWS) for _, facts in pair.models())
     need += pair.logits_bytes(slots, gpu=False)

@@ -185,7 +185,7 @@ std::string processor() {
     between = ", ";
   }
   shown += "]";
-  const std::string name = facts.count("model name") ? facts["model name"] : facts["CPU part"];
+  const std::string name = facts["model name"].empty() ? facts["CPU part"] : facts["model name"];
   utsname machine{};
   uname(&machine);
   return std::string(machine.machine) + " " + name + " " + Sha256::of(shown).substr(0, 8);

@@ -78,7 +78,7 @@ void check_draft(const Request& request, const Bundle& bundle) {
   const outrider_options& o = request.options;
   const bool has_temperature = o.draft_temperature != 0, has_threshold = o.draft_threshold > 0;
   refuse_if(request.uses_draft_model() && !bundle.draft,
-            "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
+            "gamma=" + std::to_string(o.gamma) + " needs a draft model, and the bundle has none",
             "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
   refuse_if(request.drafts_point_masses() && o.rule == OUTRIDER_SIGMOID,
             "the sigmoid rule needs the draft's logits, and a lookup has none",

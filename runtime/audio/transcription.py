@@ -7,13 +7,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import out_of_range, refuse_first
+from ..files.errors import FLAG, NUMBER, STRING, check_value, refuse_first
 from ..files.generation import AudioFacts, FeatureFacts
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import log_softmax
@@ -58,19 +57,14 @@ class SpeechOptions:
         codes = languages(facts)
         several = len(self.temperatures) > 1
         ratio, logprob = self.compression_ratio_threshold, self.logprob_threshold
-        kinds: dict[str, tuple[Any, str]] = {
-            "language": (str | None, "a string"),
-            "task": (str, "a string"),
-            "timestamps": (bool | np.bool_, "True or False"),
-            "condition_on_prev_tokens": (bool | np.bool_, "True or False"),
-        }
-        for name, (kind, what) in kinds.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise out_of_range(name, value, what)
+        if self.language is not None:
+            check_value("language", self.language, STRING)
+        check_value("task", self.task, STRING)
+        check_value("timestamps", self.timestamps, FLAG)
+        check_value("condition_on_prev_tokens", self.condition_on_prev_tokens, FLAG)
         for name, value in vars(self).items():
-            number = isinstance(value, Real) and not math.isnan(value)
-            if name.endswith("_threshold") and not (number or value is None):
-                raise out_of_range(name, value, "a number")
+            if name.endswith("_threshold") and value is not None:
+                check_value(name, value, NUMBER, lambda x: not math.isnan(x), "a number")
         refuse_first([
             (facts.no_timestamps_token_id is None,
              "the checkpoint's generation_config.json has no no_timestamps_token_id",

@@ -18,14 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
-from ..files.errors import is_whole, out_of_range
+from ..files.errors import INTEGER, NUMBER, check_value
 from ..files.manifest import GAMMA_LIMIT
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
@@ -217,10 +216,8 @@ def _check_options(width: int, draft_width: int, gamma: int, length_penalty: flo
         ("draft_beams", draft_width, width, 2 * MAX_BEAMS),
         ("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
     ):
-        if not is_whole(value) or not minimum <= value <= maximum:
-            raise out_of_range(name, value, f"an integer from {minimum} to {maximum}")
+        legal = range(minimum, maximum + 1)
+        check_value(name, value, INTEGER, legal.__contains__, f"from {minimum} to {maximum}")
     # Bounded, so that length ** penalty is finite and not 0.
-    is_number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
-    if not (is_number and abs(length_penalty) <= 10):
-        allowed = "from -10 to 10; 0 ranks by the score alone"
-        raise out_of_range("length_penalty", length_penalty, allowed)
+    check_value("length_penalty", length_penalty, NUMBER, lambda x: abs(x) <= 10,
+                "from -10 to 10; 0 ranks by the score alone")  # fmt: skip

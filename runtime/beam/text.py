@@ -82,7 +82,7 @@ def beam_texts(
     gamma = resolve_gamma(engine, gamma)
     if gamma and decoder.draft is None:
         reason = "was opened without its own" if engine.manifest.pair.draft else "has none"
-        cause = f"gamma={gamma} needs a draft, and the bundle {reason}"
+        cause = f"gamma={gamma} needs a draft model, and the bundle {reason}"
         raise OutriderError("option", cause, "Use gamma=0.")
     options = Options(
         gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,

@@ -129,7 +129,8 @@ def _parser() -> ArgumentParser:
     add("--corpus", type=Path, metavar="FILE",
         help="UTF-8 text file that lookup drafts (--draft ngram, copy, chain) also search")
     add("--no-verify-files", action="store_false", dest="verify_files",
-        help="skip the hash check of the bundle's files")
+        help="skip the hash check of the bundle's files: an edited or damaged file may then give "
+        "wrong text without an error")
 
     group = parser.add_argument_group(
         "prompt", "One of these is required; the value - reads standard input. One final newline "
@@ -142,7 +143,8 @@ def _parser() -> ArgumentParser:
     add("--batch", metavar="FILE.jsonl",
         help='file with one request per line: {"prompt": ...}, {"messages": [...]} or '
         '{"source": ...}, plus any generation option by its Python name (max_new_tokens); prints '
-        "one JSON line per request, in the same order")
+        "one JSON line per request, in the same order. A file with an invalid request is refused "
+        "before anything runs")
     add("--chat", action="store_true", dest="conversation",
         help="chat in the terminal: Ctrl-C stops an answer, /reset starts a new conversation, "
         "Ctrl-D exits")

@@ -107,11 +107,11 @@ def detailed(stats: Stats, costs: RoundCosts | None = None) -> list[str]:
     at = stats.accepted_at
     if stats.drafted:
         for i, (accepted, drafted) in enumerate(zip(at, stats.drafted_at, strict=True)):
-            # A position is reached if all drafts before it were accepted.
-            reached = drafted if i == 0 else min(drafted, at[i - 1])
+            # A position is examined if all drafts before it were accepted.
+            examined = drafted if i == 0 else min(drafted, at[i - 1])
             lines.append(
                 f"draft {i + 1}: accepted {_rate(accepted, drafted, 'drafted')}, "
-                f"{_rate(accepted, reached, 'reached')}"
+                f"{_rate(accepted, examined, 'examined')}"
             )
         at_least = [stats.rounds, *at, 0]
         exactly = (f"{i}: {a - b}" for i, (a, b) in enumerate(pairwise(at_least)))
@@ -230,13 +230,18 @@ def _rate(part: int, whole: int, what: str) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
+    return f"{100 * _rounded(part / whole):.0f}%" if whole else "0%"
 
 
 def _fraction(value: float) -> str:
     """Two decimals, without a zero before the point."""
-    text = f"{value:.2f}"
+    text = f"{_rounded(value):.2f}"
     return text[1:] if text.startswith("0") else text
+
+
+def _rounded(share: float) -> float:
+    """To hundredths, but not up to the whole."""
+    return min(round(share, 2), 0.99) if share < 1 else round(share, 2)
 
 
 def notes(all_options: Collection[Options]) -> Iterator[str]:

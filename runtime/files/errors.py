@@ -11,7 +11,7 @@ import threading
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NoReturn, TextIO
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is also argparse's own (a
@@ -64,15 +64,43 @@ def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
             raise OutriderError("option", cause, remedy)
 
 
-def out_of_range(name: str, value: object, legal: str) -> OutriderError:
-    """An error of kind "option" for an illegal value. legal: what the value must be."""
-    cause = f"{name}={repr(value)[:80]} is out of range"
-    return OutriderError("option", cause, f"{name} must be {legal}.")
-
-
 def is_whole(value: object) -> bool:
     """Whether the value is an integer, Python's or NumPy's, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a real number, Python's or NumPy's, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+# What an option's value must be: a test, and its name.
+Kind = tuple[Callable[[Any], bool], str]
+INTEGER: Kind = is_whole, "an integer"
+NUMBER: Kind = is_number, "a number"
+STRING: Kind = (lambda value: isinstance(value, str)), "a string"
+FLAG: Kind = (lambda value: type(value).__name__ in ("bool", "bool_")), "True or False"  # NumPy's
+
+
+def one_of(*names: str) -> Kind:
+    """The kind of an option with these values."""
+    return lambda x: isinstance(x, str) and x in names, f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def check_value(
+    name: str, value: object, kind: Kind, fits: Callable[[Any], bool] | None = None, legal: str = ""
+) -> None:
+    """Raise OutriderError "option" for a value of another kind, or a number out of range.
+
+    fits: whether it is in the range, None if there is none. legal: what the range is.
+    """
+    is_kind, noun = kind
+    shown = f"{name}={repr(value)[:80]}"
+    if not is_kind(value):
+        cause = f"{shown} ({type(value).__name__}) is not {noun}"
+        raise OutriderError("option", cause, f"Give one, or leave {name} out.")
+    if fits is not None and not fits(value):
+        raise OutriderError("option", f"{shown} is out of range", f"{name} must be {legal}.")
 
 
 # The name under which this package is imported: outrider if installed, runtime in a checkout.

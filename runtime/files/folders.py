@@ -110,8 +110,8 @@ def _is_running(process: int) -> bool:
 def check_writable(folder: Path, marker: str) -> None:
     """Check, before any work, that `write_folder` will be able to write this folder.
 
-    Raises OutriderError "disk" for a folder that is not ours, and OSError if nothing can be
-    written there.
+    Raises OutriderError "disk" for a folder that is not ours, and for a file system without new
+    folders; OSError if nothing can be written there for another reason.
     """
     folder = _resolve_links(folder)
     refuse_foreign(folder, marker)
@@ -120,6 +120,9 @@ def check_writable(folder: Path, marker: str) -> None:
         above = above.parent
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".outrider-", dir=above))
+    except FileNotFoundError:  # `above` exists: a special file system, such as /proc
+        cause = f"no folder can be created in {above}"
+        raise OutriderError("disk", cause, "Choose another OUT.") from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(above)) from None
 

@@ -41,7 +41,7 @@ def stage(part: str, what: str) -> Iterator[Stage]:
                 sys.stderr.flush()
             elif seconds >= following:
                 print(f"{text} {stage_info.phase}".rstrip(), file=sys.stderr, flush=True)
-                following *= 2
+                following = 2 * seconds  # no line for what passed unseen, as in a suspended process
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()

@@ -8,15 +8,25 @@ This module knows nothing of engines, caches or rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, is_whole, out_of_range, refuse_first
+from ..files.errors import (
+    INTEGER,
+    NUMBER,
+    Kind,
+    OutriderError,
+    check_value,
+    is_number,
+    is_whole,
+    one_of,
+    refuse_first,
+)
 from .distribution import Distribution, FloatRow
 
 # A nucleus is complete when its mass is top_p less this share of the total: float32 weights are not
@@ -64,10 +74,11 @@ class SamplingParams:
         if isinstance(self.seed, Integral):
             # A NumPy integer would wrap in Philox's products.
             object.__setattr__(self, "seed", int(self.seed))
-        for name, (fits, legal) in _RANGES.items():
-            if not fits(getattr(self, name)):
-                raise out_of_range(name, getattr(self, name), legal)
-        object.__setattr__(self, "logit_bias", self._ordered_bias())
+        for name, rule in _RULES.items():
+            check_value(name, getattr(self, name), *rule)
+        pairs = dict(self.logit_bias).items()
+        bias = tuple(sorted((int(token), float(value)) for token, value in pairs))
+        object.__setattr__(self, "logit_bias", bias)
         refuse_first([
             (self.lenience != 1 and self.verify != "token",
              f"lenience={self.lenience!r} is not defined for verify={self.verify}",
@@ -90,47 +101,35 @@ class SamplingParams:
         """Whether the distribution depends on which ids came before."""
         return any((self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty))
 
-    def _ordered_bias(self) -> tuple[tuple[int, float], ...]:
-        try:
-            pairs = dict(self.logit_bias)
-            once = len(pairs) == len(self.logit_bias)  # two biases for one id are refused
-            legal = once and all(
-                is_whole(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
-                for token, bias in pairs.items()
-            )
-        except (TypeError, ValueError):  # neither a mapping nor pairs
-            legal = False
-        if not legal:
-            legal_ones = "token ids, each with a bias from -100 to 100"
-            raise out_of_range("logit_bias", self.logit_bias, legal_ones)
-        return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
-
-def _is_real(value: object) -> bool:
+def _is_bias(value: Any) -> bool:
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer too large for a float, which JSON allows
+        pairs = dict(value)
+        return len(pairs) == len(value) and all(  # two biases for one id are refused
+            is_whole(token) and 0 <= token < 2**31 and is_number(bias) and abs(bias) <= 100
+            for token, bias in pairs.items()
+        )
+    except (TypeError, ValueError):  # neither a mapping nor pairs
         return False
 
 
-def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
-    return lambda value: _is_real(value) and fits(value)
-
-
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_BIAS: Kind = _is_bias, "token ids with biases from -100 to 100"
+# What each field must be, as arguments of `check_value`.
+_RULES: dict[str, tuple[Any, ...]] = {
     # The lower bound keeps logits / temperature finite in float32.
-    "temperature": (_real(lambda x: x == 0 or 1e-6 <= x <= 1e6), "0, or from 1e-6 to 1e6"),
-    "top_k": (lambda x: is_whole(x) and x >= 0, "0 (off) or more"),
-    "top_p": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
-    "min_p": (_real(lambda x: 0 <= x <= 1), "in [0, 1]"),
-    "repetition_penalty": (_real(lambda x: 1e-3 <= x <= 1e3), "from 0.001 to 1000; 1 is off"),
-    "frequency_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
-    "presence_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
-    "seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "in [0, 2^64)"),
-    "verify": (lambda x: x in get_args(VerifyRule), "token, block, coupled or sigmoid"),
-    "lenience": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
-    "sigmoid_alpha": (_real(lambda x: x < 0), "negative"),
-    "sigmoid_beta": (_real(lambda x: x > 0), "positive"),
+    "temperature": (NUMBER, lambda x: x == 0 or 1e-6 <= x <= 1e6, "0, or from 1e-6 to 1e6"),
+    "top_k": (INTEGER, lambda x: x >= 0, "0 (off) or more"),
+    "top_p": (NUMBER, lambda x: 0 < x <= 1, "in (0, 1]"),
+    "min_p": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "repetition_penalty": (NUMBER, lambda x: 1e-3 <= x <= 1e3, "from 0.001 to 1000; 1 is off"),
+    "frequency_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
+    "presence_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
+    "logit_bias": (_BIAS,),
+    "seed": (INTEGER, lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
+    "verify": (one_of(*get_args(VerifyRule)),),
+    "lenience": (NUMBER, lambda x: 0 < x <= 1, "in (0, 1]"),
+    "sigmoid_alpha": (NUMBER, lambda x: -math.inf < x < 0, "negative"),
+    "sigmoid_beta": (NUMBER, lambda x: 0 < x < math.inf, "positive"),
 }
 
 

@@ -22,7 +22,7 @@ from ..files.manifest import Manifest
 from ..sequence import ActiveSequence, Request
 from ..slots import Slot
 from ..stats import Stats
-from .options import Options, Prompt
+from .options import Options, Prompt, unknown_option
 from .requests import make_request
 from .results import Result
 from .shared_rounds import RoundSharer
@@ -268,7 +268,9 @@ class TextEngine:
 def _merge_options(options: Options | None, more: Mapping[str, Any]) -> Options:
     if not isinstance(options, Options | None):
         raise TypeError(f"options must be an Options, not {type(options).__name__}")
-    return Options(**more) if options is None else replace(options, **more)
+    if unknown := unknown_option(more):
+        raise TypeError(". ".join(unknown))
+    return replace(options or Options(), **more)
 
 
 # The interpreter's exit ends a daemon thread in the middle of a round by unwinding its stack, which

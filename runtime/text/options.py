@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ..drafts.registry import KINDS
-from ..files.errors import is_whole, out_of_range, refuse_first
+from ..files.errors import (
+    FLAG,
+    INTEGER,
+    NUMBER,
+    STRING,
+    Kind,
+    OutriderError,
+    check_value,
+    is_whole,
+    one_of,
+    refuse_first,
+)
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
@@ -103,11 +114,8 @@ class Options:
     def updated(self, given: Mapping[str, Any]) -> Options:
         """A copy with the fields of a JSON object, whose keys are strings. Raises OutriderError
         "option", also for an unknown name."""
-        known = [field.name for field in fields(Options)]
-        refuse_first(
-            (name not in known, f"unknown key {name!r}", f"Use one of {', '.join(known)}.")
-            for name in given
-        )
+        if unknown := unknown_option(given):
+            raise OutriderError("option", *unknown)
         changed = replace(self, **given)
         if isinstance(bias := changed.logit_bias, Mapping):
             ids = {int(i) if str(i).isdecimal() else i: x for i, x in bias.items()}
@@ -127,10 +135,10 @@ class Options:
 
     def check(self) -> None:
         """Refuse what no bundle can honour. Raises OutriderError "option"."""
-        for name, (fits, requirement) in _RULES.items():
+        for name, rule in _RULES.items():
             value = getattr(self, name)
-            if not fits(value) and not (value is None and getattr(Options, name) is None):
-                raise out_of_range(name, value, requirement)
+            if value is not None or getattr(Options, name) is not None:
+                check_value(name, value, *rule)
         self.sampling()
         drafted = self.draft not in (None, "none")
         refuse_first([
@@ -166,8 +174,16 @@ class Options:
         ]
 
 
-def _integer_from(least: int) -> Callable[[Any], bool]:
-    return lambda value: is_whole(value) and int(value) >= least
+def unknown_option(given: Iterable[str], others: Iterable[str] = ()) -> tuple[str, str] | None:
+    """Cause and remedy for the first name that is neither a field of `Options` nor among others;
+    None if there is none."""
+    known = [*(field.name for field in fields(Options)), *others]
+    for name in given:
+        if name not in known:
+            nearest = get_close_matches(str(name), known, 1)
+            remedy = f"Use {nearest[0]}" if nearest else f"Use one of {', '.join(known)}"
+            return f"there is no option {name!r}", f"{remedy}, or leave it out."
+    return None
 
 
 def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
@@ -182,50 +198,53 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_id(value: Any) -> bool:
+    return is_whole(value) and int(value) >= 0
+
+
 def _is_ids(value: Any) -> bool:
-    return _is_list_of(value, _integer_from(0))
+    return _is_list_of(value, _is_id)
 
 
-def _either(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_text(value) and value in names, " or ".join(names)
-
-
-_NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
-_FLAG = (lambda value: isinstance(value, bool | np.bool_), "True or False")
-_FROM_0 = (_integer_from(0), "an integer >= 0")
-# Fields that `SamplingParams` does not check. None is legal where it is the default.
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (_integer_from(1), "an integer >= 1"),
+_BAD_WORDS: Kind = (
+    lambda value: _is_list_of(value, lambda word: _is_ids(word) and len(word) > 0),
+    "a list of lists of token ids, none of them empty",
+)
+_GAMMA: Kind = (
+    lambda value: is_whole(value) or (_is_text(value) and value in get_args(GammaName)),
+    "an integer, auto or transformers",
+)
+_STOP: Kind = (
+    lambda value: _is_list_of(
+        [value] if _is_text(value) else value, lambda text: _is_text(text) and text != ""
+    ),
+    "a string or a list of strings, none of them empty",
+)
+_SOURCE: Kind = (
+    lambda value: isinstance(value, str | np.ndarray) or _is_ids(value),
+    "a string, a list of token ids or an array of features",
+)
+_FROM_0 = (INTEGER, lambda value: value >= 0, "0 or more")
+# Fields that `SamplingParams` does not check, as arguments of `check_value`. None is legal where it
+# is the default.
+_RULES: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (INTEGER, lambda value: value >= 1, "1 or more"),
     "min_new_tokens": _FROM_0,
     "no_repeat_ngram_size": _FROM_0,
     "encoder_no_repeat_ngram_size": _FROM_0,
-    "bad_words_ids": (
-        lambda value: _is_list_of(value, lambda word: _is_ids(word) and len(word) > 0),
-        "a list of lists of token ids, none of them empty",
-    ),
+    "bad_words_ids": (_BAD_WORDS,),
     "seed": _FROM_0,
-    "gamma": (
-        lambda value: _integer_from(0)(value) or (_is_text(value) and value in get_args(GammaName)),
-        "an integer >= 0, auto or transformers",
-    ),
-    "fallback": _either("auto", "off"),
-    "draft_temperature": _NUMBER,
-    "draft_threshold": _NUMBER,
-    "stop": (
-        lambda value: _is_list_of(
-            [value] if _is_text(value) else value, lambda text: _is_text(text) and text != ""
-        ),
-        "a string or a list of strings, none of them empty",
-    ),
-    "stop_token_ids": (_is_ids, "a list of token ids"),
-    "ignore_eos": _FLAG,
+    "gamma": (_GAMMA, lambda value: isinstance(value, str) or value >= 0, "0 or more"),
+    "fallback": (one_of("auto", "off"),),
+    "draft_temperature": (NUMBER,),
+    "draft_threshold": (NUMBER,),
+    "stop": (_STOP,),
+    "stop_token_ids": ((_is_ids, "a list of token ids"),),
+    "ignore_eos": (FLAG,),
     "logprobs": _FROM_0,
-    "chat": _FLAG,
-    "system": (_is_text, "a string"),
-    "special_tokens": _either("control", "text"),
-    "source": (
-        lambda value: isinstance(value, str | np.ndarray) or _is_ids(value),
-        "a string, a list of token ids or an array of features",
-    ),
-    "processors": (lambda value: _is_list_of(value, callable), "a list of functions"),
+    "chat": (FLAG,),
+    "system": (STRING,),
+    "special_tokens": (one_of("control", "text"),),
+    "source": (_SOURCE,),
+    "processors": ((lambda value: _is_list_of(value, callable), "a list of functions"),),
 }

@@ -101,8 +101,8 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
     if kind in KINDS and KINDS[kind].reads_model and decoder.draft is None:
         raise OutriderError(
             "option",
-            f"draft={kind}: the bundle was built without a draft",
-            "Leave that option out, or build the bundle with DRAFT=<draft>.",
+            f"draft={kind}: the bundle was built without a draft model",
+            "Leave that option out, or build the bundle with DRAFT=<checkpoint>.",
         )
     if kind is None:
         kind = "model" if decoder.draft is not None else pair.lookup

@@ -6,9 +6,8 @@ import gc
 import threading
 import time
 from collections import deque
-from numbers import Real
 
-from ..files.errors import OutriderError, is_whole
+from ..files.errors import INTEGER, NUMBER, OutriderError, check_value
 
 DEFAULT_QUEUE, DEFAULT_TIMEOUT = 64, 600.0  # default number of callers that may wait, and seconds
 GRACE = 1.0  # seconds without a change before a thread is considered to wait for itself
@@ -16,13 +15,10 @@ GRACE = 1.0  # seconds without a change before a thread is considered to wait fo
 
 def check_queue_options(queue: int, timeout: float | None) -> None:
     """Validate the arguments of a `SlotQueue`. Raises OutriderError "option"."""
-    valid_timeout = timeout is None or (isinstance(timeout, Real) and timeout >= 0)
-    if not (is_whole(queue) and queue >= 0 and valid_timeout):
-        raise OutriderError(
-            "option",
-            f"queue={queue!r} or timeout={timeout!r} is out of range",
-            "Use 0 or more callers and seconds; timeout=None waits without limit.",
-        )
+    check_value("queue", queue, INTEGER, lambda x: x >= 0, "0 or more callers")
+    if timeout is not None:
+        check_value("timeout", timeout, NUMBER, lambda x: x >= 0,
+                    "0 or more seconds, or None to wait without limit")  # fmt: skip
 
 
 class Caller:

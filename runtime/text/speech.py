@@ -18,7 +18,7 @@ from ..files.errors import OutriderError, refuse_first
 from ..sampling.processors import LogitsProcessor
 from ..sequence import Token
 from ..stats import Stats
-from .options import Options
+from .options import Options, unknown_option
 from .requests import make_request, read_source
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ def transcribe(
         (name in options, f"{name} has no meaning for a transcription", "Leave it out.")
         for name in FIXED_OPTIONS
     )
-    names = {field.name for field in fields(SpeechOptions)} & options.keys()
-    speech = SpeechOptions(**{name: options.pop(name) for name in names})
+    names = {field.name for field in fields(SpeechOptions)}
+    if unknown := unknown_option(options, names):
+        raise TypeError(". ".join(unknown))
+    speech = SpeechOptions(**{name: options.pop(name) for name in names & options.keys()})
     speech.check(facts)
     max_window_tokens = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
     base_options = Options(**options, max_new_tokens=max_window_tokens).seeded()

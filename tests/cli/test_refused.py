@@ -32,10 +32,10 @@ ONE = '{"prompt": "a"}'
         ("--batch -", '{"prompt": 7}', "prompt", "neither a string nor a list of token ids"),
         ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a string nor"),
         ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
-         "unknown key 'topk'"),
-        ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' is out of range"),
+         "there is no option 'topk'"),
+        ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' (str) is not an int"),
         ("--batch -", '{"prompt": "a", "max_new_tokens": null}', "option",
-         "max_new_tokens=None is out of range"),
+         "max_new_tokens=None (NoneType) is not an integer"),
         ("--batch - --draft none", '{"prompt": "a", "gamma": 2}', "option",
          "draft=none contradicts gamma=2"),
         ("--batch - --no-chat-template", '{"messages": [{"role": "user"}]}', "option",
@@ -67,7 +67,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--stream --baseline", "without streaming"),
         ("--baseline --gamma 0", "this run already decodes plainly"),
         ("--baseline --draft none", "this run already decodes plainly"),
-        ("--stop=", "stop=[''] is out of range"),
+        ("--stop=", "stop=[''] (list) is not a string"),
         ("--logit-bias 5", "'5' is not a token id and a number"),
         ("--logit-bias 5=1 --logit-bias 5=2", "--logit-bias names an id twice"),
         ("--corpus x --draft model", "--corpus is read only by the drafts ngram"),
@@ -128,8 +128,8 @@ def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
 def test_what_needs_a_draft(tmp_path, capsys, monkeypatch):
     cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
     for argv, words in (
-        ("--draft model", "built without a draft"),
-        ("--gamma 2", "needs a draft"),
+        ("--draft model", "built without a draft model"),
+        ("--gamma 2", "needs a draft model"),
         ("--baseline", "without a draft this run is plain too"),
         ("--verify block", "no effect in plain decoding"),
     ):

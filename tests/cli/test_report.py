@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 from runtime.cli import report
 from runtime.costs import RoundCosts
@@ -63,8 +64,8 @@ def test_the_lines_of_one_text():
 
 def test_detailed():
     lines = report.detailed(make_stats())
-    assert lines[0] == "draft 1: accepted 58/74 drafted (78%), 58/74 reached (78%)"
-    assert lines[4] == "draft 5: accepted 24/68 drafted (35%), 24/26 reached (92%)"
+    assert lines[0] == "draft 1: accepted 58/74 drafted (78%), 58/74 examined (78%)"
+    assert lines[4] == "draft 5: accepted 24/68 drafted (35%), 24/26 examined (92%)"
     assert lines[5] == "rounds by accepted drafts  0: 16  1: 16  2: 10  3: 6  4: 2  5: 24"
     assert lines[6].endswith("verify 1000.0  sample 50.0  host 50.0  total 1840.0")
     assert lines[7:] == ["a draft step 2.0 ms, a verification 13.5 ms"]
@@ -78,6 +79,15 @@ def test_the_theorem_is_in_plain_steps():
         "a draft step 2.0 ms, a verification 13.5 ms, a plain step 9.0 ms | "
         "Theorem 3.8 at alpha .77, gamma 4.7, c .22: 1.64x"
     )
+
+
+def test_all_but_a_few_is_not_all():
+    """Fault: 1634 of 1641 were 100%."""
+    stats = replace(make_stats(), drafted=1641, accepted=1634, examined=1634,
+                    drafted_at=[1641, 5, 9], accepted_at=[1640, 5, 0])  # fmt: skip
+    first, second, *_ = report.round_lines(stats, "3")
+    assert first.endswith("1634/1641 drafted (99%), 1634/1634 examined (100%)")
+    assert second.startswith("accepted by position .99 1.00 .00 |")
 
 
 def test_memory():

@@ -216,6 +216,8 @@ def test_out_is_refused_before_anything_is_exported(
 def test_a_place_that_is_fine_is_left_as_it_was(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "deeper" / "out", MANIFEST_FILE)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OutriderError, match="no folder can be created in /proc"):
+        check_writable(Path("/proc/out"), MANIFEST_FILE)  # Fault: "No such file or directory"
     (tmp_path / MANIFEST_FILE).write_text("[" * 100_000)
     with pytest.raises(OutriderError, match="cannot be replaced"):
         check_writable(tmp_path, MANIFEST_FILE)

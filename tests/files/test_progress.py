@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
 import pytest
@@ -26,6 +27,26 @@ def test_a_log_hears_of_a_long_stage_before_it_ends(
         assert line.startswith("target    trace ") and line.endswith(" s ... 1 of 2")
     rest = capsys.readouterr().err
     assert rest.startswith("target    trace ") and rest.endswith(" s\n")
+
+
+def test_a_log_hears_once_of_time_that_passed_unseen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: after a suspension, a line for each doubling until then."""
+    calls, ticked = 0, threading.Event()
+
+    def clock() -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            ticked.set()
+        return 100.0 * (calls > 1)
+
+    monkeypatch.setattr(progress, "TICK", 0.001)
+    monkeypatch.setattr(progress.time, "perf_counter", clock)
+    with progress.stage("target", "trace"):
+        assert ticked.wait(30)
+    assert capsys.readouterr().err.count(" 100.0 s ...") == 1
 
 
 def test_a_terminal_has_one_line_that_ticks(

@@ -130,8 +130,8 @@ def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
 
 
 def test_invalid_queue_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="queue=-1 or timeout=-2"):
-        load(tmp_path / "nothing", queue=-1, timeout=-2)
+    with pytest.raises(OutriderError, match="queue=-1 is out of range"):
+        load(tmp_path / "nothing", queue=-1)
 
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_options_of_another_type_are_refused(bundle: Path) -> None:
     for name, value in ("threads", "a"), ("threads", 2.5), ("threads", True), ("device", 3):
         nonsense: dict[str, Any] = {name: value}
-        with pytest.raises(OutriderError, match=f"option: {name}={value!r} is"):
+        with pytest.raises(OutriderError, match=rf"option: {name}={value!r} (\(.*\) )?is"):
             load(bundle, **nonsense)
 
 
@@ -261,7 +261,7 @@ def test_a_draft_model_that_is_left_closed(bundle: Path) -> None:
                 engine.generate("a b a b a", **asked, **option)
             assert "draft_model=True" in caught.value.remedy
         assert beam_texts(engine, "a b", beams=2, max_new_tokens=3).stats.drafted == 0
-        with pytest.raises(OutriderError, match=r"gamma=2 needs a draft, .* was opened without"):
+        with pytest.raises(OutriderError, match=r"gamma=2 needs a draft model, .* opened without"):
             beam_texts(engine, "a b", beams=2, gamma=2)
 
 

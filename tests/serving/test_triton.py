@@ -106,7 +106,7 @@ def test_many_requests_and_both_ways_to_answer(model: Any, engine: TextEngine) -
     [
         ("abc", '{"temperature": -1}', "temperature"),
         ("abc", '{"top_q": 1}', "top_q"),
-        ("abc", "[1]", "unknown key 1"),
+        ("abc", "[1]", "no option 1"),
         ("abc", '{"logit_bias": {"99999": 1}}', "99999 does not exist"),
         ("abc", "{", "Expecting"),
         ("", "{}", "empty"),

@@ -55,6 +55,24 @@ def test_options_are_refused_by_the_api_too(engine, options):
     assert engine.decoder.slots.free == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"temperature": "hot"}, r"temperature='hot' \(str\) is not a number"),
+        ({"temperature": -1}, "temperature=-1 is out of range"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens=2.5 \(float\) is not an integer"),
+        ({"max_new_tokens": np.int64(0)}, r"max_new_tokens=.* is out of range"),
+        ({"stop": 3}, r"stop=3 \(int\) is not a string or a list"),
+        ({"gamma": 1.5}, r"gamma=1.5 \(float\) is not an integer, auto or transformers"),
+        ({"verify": "tokens"}, r"verify='tokens' .* is not token, block, coupled or sigmoid"),
+    ],
+)
+def test_a_wrong_type_is_told_from_a_wrong_range(engine, options, cause):
+    """Fault: all of these were "out of range"."""
+    with pytest.raises(OutriderError, match=cause):
+        engine.generate("ab", **options)
+
+
 @pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
 def test_invalid_prompts(engine, prompt):
     with pytest.raises(OutriderError, match=r"^prompt: "):

@@ -265,7 +265,7 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> N
          f"the source has {MAX_LEN + 1} tokens"),
         ("t5", None, {"source": [VOCAB_SIZE]}, "prompt",
          f"the source contains token id {VOCAB_SIZE}"),
-        ("t5", None, {"source": 7}, "option", "source=7 is out of range"),
+        ("t5", None, {"source": 7}, "option", r"source=7 \(int\) is not a string"),
         ("t5", None, {"source": np.zeros(FEATURES, np.float32)}, "prompt",
          r"the source is float32 \[8, 16\], and the target, a T5"),
         ("t5", "abc", {"source": "abc", "system": "be kind"}, "option", "chat templates are for"),

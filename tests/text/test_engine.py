@@ -93,8 +93,8 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
     assert len(engine.generate("abc", usual, max_new_tokens=2).tokens) == 2
     both = dict(engine.batch(["abc", ("abc", Options(max_new_tokens=1))], usual))
     assert both[0].token_ids == same.token_ids and len(both[1].tokens) == 1
-    with pytest.raises(TypeError, match="temperatur"):
-        engine.generate("abc", usual, temperatur=1)
+    with pytest.raises(TypeError, match=r"no option 'temprature'\. Use temperature, or leave"):
+        engine.generate("abc", usual, temprature=1)
     for odd in ({"max_new_tokens": 3}, {}, 64):
         with pytest.raises(TypeError, match="options must be an Options"):
             engine.generate("abc", odd)
