@@ -25,9 +25,11 @@ from .openai.requests import Requests
 
 @serve.deployment(request_router_config={"max_backoff_s": 0.025})  # longest wait for a free slot
 class Replica:
-    def __init__(self, bundle: Path, slots: int):
+    def __init__(self, bundle: Path, slots: int, chat_template: Path | None):
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-        self.engine = outrider.load(bundle, slots=slots, threads=int(cpus))
+        self.engine = outrider.load(
+            bundle, slots=slots, threads=int(cpus), chat_template=chat_template
+        )
         self.threads = ThreadPoolExecutor(slots)  # one per concurrent request
 
     async def parts(self, requests: Requests, stream: bool) -> AsyncIterator[Part | OutriderError]:
@@ -66,6 +68,7 @@ class Api:
 
 class Arguments(BaseModel, extra="forbid"):
     bundle: Path
+    chat_template: Path | None = None  # Jinja file that replaces the checkpoint's
     slots: int = 1  # concurrent requests per replica
     queue: int = 64  # requests that may wait for a slot; further ones are answered with 429
     replicas: int = 1
@@ -74,5 +77,5 @@ class Arguments(BaseModel, extra="forbid"):
 def app(args: Arguments) -> serve.Application:
     limits = {"max_ongoing_requests": args.slots, "max_queued_requests": args.queue}
     replicas = Replica.options(num_replicas=args.replicas, **limits)
-    bundle = args.bundle.resolve()
-    return Api.bind(replicas.bind(bundle, args.slots), bundle.name)
+    bundle, template = args.bundle.resolve(), args.chat_template and args.chat_template.resolve()
+    return Api.bind(replicas.bind(bundle, args.slots, template), bundle.name)

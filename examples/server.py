@@ -34,6 +34,7 @@ def main() -> None:
     add("--slots", type=int, metavar="N", help="concurrent requests (default: the bundle's)")
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: 0, automatic)")
+    add("--chat-template", type=Path, metavar="FILE", help="replaces the checkpoint's (Jinja)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     add("--name", help="name of the model for clients (default: that of the bundle's folder)")
@@ -49,7 +50,11 @@ def main() -> None:
         sys.exit(f"error: {error}. Install it: python -m pip install -e '.[server]'")
     try:
         engine = outrider.load(
-            args.engines, slots=args.slots, threads=args.threads, queue=args.queue
+            args.engines,
+            slots=args.slots,
+            threads=args.threads,
+            chat_template=args.chat_template,
+            queue=args.queue,
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")

@@ -28,6 +28,7 @@ from .files.manifest import (
 from .files.progress import size_text
 from .files.records import convert_read_errors
 from .sequence import Rounds
+from .text.chat import read_template
 from .text.engine import TextEngine
 from .text.slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, check_queue_options
 from .text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ def load(
     loop: bool = False,
     table: str | Path | None = None,
     corpus: str | Path | None = None,
+    chat_template: str | Path | None = None,
     reuse: bool = True,
     queue: int = DEFAULT_QUEUE,
     timeout: float | None = DEFAULT_TIMEOUT,
@@ -64,6 +66,7 @@ def load(
         measured yet.
     table: the file written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip".
     corpus: a UTF-8 text file that draft="ngram", "copy" and "chain" search after the text itself.
+    chat_template: a file with the Jinja source of a chat template, which replaces the checkpoint's.
     reuse: compute only the part of a prompt that no slot still holds. On the CPU; a GPU computes
         all of it.
     queue, timeout: how many calls may wait for a slot, and for how many seconds; see `TextEngine`.
@@ -76,6 +79,7 @@ def load(
     Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
     check_queue_options(queue, timeout)
+    template = None if chat_template is None else read_template(Path(chat_template))
     folder = Path(folder)
     with _detect_replacement(folder):
         manifest = read_bundle(folder, verify=False)
@@ -91,7 +95,7 @@ def load(
         slots = manifest.slots if slots is None else slots
         loaded = manifest if draft_model else manifest.without_draft()
         check_slots(loaded, slots, gpu=gpu)
-        tokenizer = _tokenizer(manifest, folder)
+        tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
         # A GPU's libraries choose kernels by width, which has not been measured.
         bits = Bits() if gpu else _bits(manifest, slots, plain_width)
@@ -271,9 +275,17 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
-    facts, template = manifest.pair.tokenizer, None
-    if facts.chat_template:
+def _tokenizer(manifest: Manifest, folder: Path, template: str | None) -> Tokenizer:
+    """template: the source of a chat template that replaces the checkpoint's."""
+    pair, facts = manifest.pair, manifest.pair.tokenizer
+    if template is not None and pair.start_ids is not None:
+        raise OutriderError(
+            "option",
+            "chat templates are for decoder-only models, and the target is a "
+            f"{pair.target.architecture}",
+            "Leave chat_template out.",
+        )
+    if facts.chat_template and template is None:
         path = folder / "tokenizer" / TEMPLATE_FILE
         with convert_read_errors(path, f"Build it again: {manifest.rebuild_command(folder)}"):
             template = path.read_text(encoding="utf-8")

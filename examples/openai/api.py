@@ -24,11 +24,15 @@ def api(name: str, generate: Generate) -> FastAPI:
     for kind in REFUSED:
         http.exception_handler(kind)(lambda _, error: JSONResponse(*refusal(error)))
 
+    @http.get("/health")
+    async def health() -> Any:
+        return {"status": "ok"}
+
     @http.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": [await model(name)]}
 
-    @http.get("/v1/models/{asked}")
+    @http.get("/v1/models/{asked:path}")
     async def model(asked: str) -> Any:
         if asked != name:
             raise OutriderError("model", f"{asked} is not here", f"Use {name}")
@@ -45,10 +49,11 @@ def api(name: str, generate: Generate) -> FastAPI:
     async def answer(body: Completion | Chat, request: Request) -> Any:
         await model(body.model)
         answer, parts = Answer(body), generate(body.requests(), body.stream)
-        if body.stream:
+        with body.own_names():
+            if not body.stream:
+                return answer.whole(await _unless_gone(request, _all(parts)))
             first = await _unless_gone(request, anext(parts))  # a refusal still sets the status
-            return StreamingResponse(answer.events(first, parts), media_type="text/event-stream")
-        return answer.whole(await _unless_gone(request, _all(parts)))
+        return StreamingResponse(answer.events(first, parts), media_type="text/event-stream")
 
     return http
 
@@ -63,6 +68,9 @@ async def from_engine(
     one thread.
     """
     for index, (prompt, options) in enumerate(requests):
+        if options.chat is None and engine.tokenizer.chat_template is None:
+            remedy = "Use /v1/completions, or start the server with a chat template"
+            raise OutriderError("prompt", "this checkpoint has no chat template", remedy)
         with closing(engine.stream(prompt, options)) as events:
             while events.result is None:
                 event = await asyncio.wrap_future(threads.submit(next, events))

@@ -1,6 +1,8 @@
 """OpenAI's requests as options of the engine, and its errors as HTTP responses."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -22,12 +24,14 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
     "response_format": [{"type": "text"}], "modalities": [["text"]],
     "service_tier": ["auto", "default"],
 }  # fmt: skip
-# Options by their own names; the two left out are set by OpenAI's fields.
-_ENGINE_OPTIONS = {field.name for field in fields(Options)} - {"max_new_tokens", "chat"}
+# Options by their own names. OpenAI's fields set two of those left out; JSON has no functions.
+_ENGINE_OPTIONS = {f.name for f in fields(Options)} - {"max_new_tokens", "chat", "processors"}
+_JSON = "Send one JSON object, with the header Content-Type: application/json"
+_ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
 Requests = list[tuple[Any, Options]]
 
 
-class Body(BaseModel, extra="allow"):
+class Body(BaseModel, extra="allow", strict=True):
     """A request. Fields that are not listed here are options of the engine, by their own names."""
 
     model: str
@@ -43,6 +47,21 @@ class Body(BaseModel, extra="allow"):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
+
+    def names(self) -> dict[str, str]:
+        """The fields that set options of another name, by option."""
+        return {"max_new_tokens": "max_tokens"}
+
+    @contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Let errors of the engine in the block name the fields of the request."""
+        try:
+            yield
+        except OutriderError as error:
+            texts = [error.cause, error.remedy]
+            for option, field in self.names().items():
+                texts = [re.sub(rf"\b{option}\b", field, text) for text in texts]
+            raise OutriderError(error.kind, *texts) from None
 
     def several(self, prompts: Sequence[Any], **named: Any) -> Requests:
         """`n` requests for each prompt. Raises OutriderError "option"."""
@@ -60,7 +79,8 @@ class Body(BaseModel, extra="allow"):
             for name, value in (named | extra).items()
             if value is not None and name not in _LABELS and name not in _NO_EFFECT
         }
-        options = Options(temperature=1.0).updated(given).seeded()
+        with self.own_names():
+            options = Options(temperature=1.0).updated(given).seeded()
         first = options.seed or 0
         seeds = [replace(options, seed=(first + nth) % 2**64) for nth in range(self.n)]
         return [(prompt, seeded) for prompt in prompts for seeded in seeds]
@@ -86,13 +106,25 @@ class Chat(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    def limit(self) -> tuple[int, str]:
+        """The most tokens of the output, by default until the context is full, and the field."""
+        names = ("max_completion_tokens", "max_tokens")
+        given = [(n, name) for name in names if (n := getattr(self, name)) is not None]
+        return min(given, default=(10**6, names[0]))
+
+    def names(self) -> dict[str, str]:
+        return {"max_new_tokens": self.limit()[1], "logprobs": "top_logprobs"}
+
     def requests(self) -> Requests:
         if self.top_logprobs and not self.logprobs:
             raise OutriderError("option", "top_logprobs without logprobs", "Set logprobs to true")
-        given = [n for n in (self.max_completion_tokens, self.max_tokens) if n is not None]
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                remedy = 'Send {"role": "user", "content": "..."}'
+                raise OutriderError("prompt", f"message {number} has no role", remedy)
         return self.several(
             [self.messages],
-            max_new_tokens=min(given, default=10**6),  # by default until the context is full
+            max_new_tokens=self.limit()[0],
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             special_tokens="text",  # messages cannot contain control tokens
         )
@@ -100,15 +132,30 @@ class Chat(Body):
 
 def refusal(error: Exception) -> tuple[dict[str, Any], int]:
     """The body and the HTTP status of the response to an error in `REFUSED`."""
-    if isinstance(error, OutriderError):
-        kind, message = error.kind, str(error)
-        status = STATUS.get(kind, 500)
-    elif isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = first["loc"][1:] or first["loc"]  # without "body", unless that is all
-        kind, message, status = "option", ".".join(map(str, where)) + ": " + first["msg"], 400
-    else:  # HTTPException: no such route
-        kind, message, status = "route", error.detail, error.status_code
-    message = message.encode(errors="backslashreplace").decode()  # lone surrogates
+    status = None
+    if isinstance(error, RequestValidationError):
+        error = _invalid(error.errors())
+    elif isinstance(error, HTTPException):  # no such route, or JSON that is nested too deeply
+        status = error.status_code
+        error = OutriderError("route", error.detail, _JSON if status == 400 else _ROUTES)
+    status = status or STATUS.get(error.kind, 500)
+    message = str(error).encode(errors="backslashreplace").decode()  # lone surrogates
     blame = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": blame, "param": None, "code": kind}}, status
+    return {"error": {"message": message, "type": blame, "param": None, "code": error.kind}}, status
+
+
+def _invalid(errors: Sequence[Any]) -> OutriderError:
+    """What is wrong with the first field of these errors of Pydantic, or with the whole body."""
+    first, where = errors[0], errors[0]["loc"][1:]
+    if first["type"] == "json_invalid":
+        cause = f"the body is not JSON: {first['ctx']['error']} (character {where[0]})"
+        return OutriderError("option", cause, _JSON)
+    if not where:
+        return OutriderError("option", "the body is not a JSON object", _JSON)
+    if first["type"] == "missing":
+        return OutriderError("option", f"{where[0]} is missing", "Add it")
+    same = [error for error in errors if error["loc"][1] == where[0]]  # one per type of a union
+    legal = dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in same)
+    name = ".".join(map(str, where if len(legal) == 1 else where[:1]))
+    cause = f"{name}={repr(first['input'])[:80]} is out of range"
+    return OutriderError("option", cause, f"{name} must be {' or '.join(legal)}")

@@ -157,9 +157,13 @@ def _parser() -> ArgumentParser:
     add("--source-file", metavar="FILE", help="UTF-8 text file with the source")
     add = group.add_argument
     add("--system", metavar="TEXT", help="system message, placed before the prompt or messages")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--chat-template", type=Path, metavar="FILE",
+        help="file with the Jinja source of a chat template, which replaces the checkpoint's")
     add("--no-chat-template", action="store_const", const=False, dest="chat",
-        help="pass the prompt to the model unchanged (default: as a user message if the bundle has "
-        "a chat template)")
+        help="pass the prompt to the model unchanged (default: as a user message if there is a "
+        "chat template)")
+    add = group.add_argument
     add("--special-tokens", choices=("control", "text"), default="control",
         help="how to treat special tokens that are spelled out in a prompt or message: as control "
         "tokens, as Transformers does, or as ordinary text (default: control)")

@@ -25,9 +25,9 @@ SPEECH_OPTIONS = (
 )  # fmt: skip
 # Options of the command line that do not apply to --audio.
 TEXT_OPTIONS = (
-    "source", "source_file", "system", "chat", "special_tokens", "min_new_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream", "pace",
-    "color", "json", "logprobs", "baseline", "check",
+    "source", "source_file", "system", "chat", "chat_template", "special_tokens", "min_new_tokens",
+    "stop", "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream",
+    "pace", "color", "json", "logprobs", "baseline", "check",
 )  # fmt: skip
 IRREGULAR_FLAGS = {
     "chat": "no-chat-template", "conversation": "chat", "stop_token_ids": "stop-token-id",

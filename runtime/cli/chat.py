@@ -21,11 +21,11 @@ def converse(session: Session) -> None:
     message does not.
     """
     engine, args, err = session.engine, session.args, session.err
-    if not engine.manifest.pair.tokenizer.chat_template:
+    if engine.tokenizer.chat_template is None:
         raise OutriderError(
             "option",
             f"--chat needs a chat template, and {args.engines} has none",
-            "Use --prompt, or a checkpoint with a chat template.",
+            "Use --prompt, or add --chat-template FILE.",
         )
     request = engine.request([{"role": "user", "content": "."}], session.options)
     refuse_unread(args, [request.draft] if request.gamma else [])

@@ -1,4 +1,4 @@
-"""Chat templates: the checkpoint's own Jinja source, rendered as Transformers renders it."""
+"""Chat templates: the checkpoint's Jinja source, or a file's, rendered as in Transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -13,11 +14,25 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..files.errors import OutriderError, first_line
+from ..files.texts import read_text
 
 # Keys under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Prefixes of content types that templates render as a placeholder, or drop.
 _MEDIA = ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
+
+
+def read_template(path: Path) -> str:
+    """The Jinja source in a file that the user names. Raises OutriderError "option" if it cannot be
+    read, or does not compile."""
+    source = read_text(path, str(path))
+    try:
+        _environment().from_string(source)
+    except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:  # nested too deeply
+        at = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        cause = f"the chat template {path} does not compile{at}: {first_line(error)}"
+        raise OutriderError("option", cause, "Correct its Jinja source.") from None
+    return source
 
 
 class ChatTemplate:

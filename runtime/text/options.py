@@ -65,7 +65,7 @@ class Options:
     stop_token_ids: the same, by token id. ignore_eos: continue after end-of-text.
     logprobs: number of alternatives reported for each token; None for no log-probabilities.
     chat: whether a plain-text prompt is passed to the chat template as a user message. None does
-        so if the bundle has a template. system: the system message in that case.
+        so if there is a template. system: the system message in that case.
     special_tokens: whether special tokens that are spelled out in a prompt or message, such as
         "</s>", are "control" tokens, as in Transformers, or "text". Those that the chat template
         writes are always control tokens.

@@ -168,13 +168,14 @@ def _prompt_ids(
 def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer) -> list[int]:
     special, start = options.special_tokens, pair.start_ids
     if isinstance(prompt, str):
-        templated = pair.tokenizer.chat_template and start is None
+        templated = tokenizer.chat_template is not None and start is None
         chat = templated if options.chat is None else options.chat
         if options.system is not None and not chat:
             raise OutriderError(
                 "option",
                 "a system message needs a chat template",
-                "Put it into the prompt itself, or use a checkpoint with a chat template.",
+                "Put it into the prompt itself, or load the bundle with a template "
+                "(chat_template=FILE, --chat-template FILE).",
             )
         if not chat:
             # An encoder-decoder's source has the special tokens around it, and not the prompt.

@@ -31,9 +31,9 @@ _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
 
 
 class Tokenizer:
-    """The checkpoint's own tokenizer and chat template.
+    """The checkpoint's own tokenizer, and a chat template.
 
-    path: `tokenizer.json`. chat_template: Jinja source; None if the checkpoint has none.
+    path: `tokenizer.json`. chat_template: Jinja source; None if there is none.
     special_tokens: strings by role (`bos_token`, `eos_token`, ...), as the template names them.
     Raises OutriderError "bundle" if the file cannot be read.
     """
@@ -56,7 +56,9 @@ class Tokenizer:
         # A saved file may include the padding and truncation of the training run.
         self._model.no_truncation()
         self._model.no_padding()
-        self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            self.chat_template = ChatTemplate(chat_template, special_tokens)
         added = self._model.get_added_tokens_decoder().values()
         self._special_texts = frozenset(token.content for token in added if token.special)
         self._decoder = self._model.decoder
@@ -91,7 +93,12 @@ class Tokenizer:
         "prompt"."""
         if special_tokens == "control":
             return self.encode(self.render_chat(messages), add_special_tokens=False)
-        rendered = self.render_chat(self._literal.break_special_tokens(messages))
+        try:
+            broken = self._literal.break_special_tokens(messages)
+        except RecursionError:
+            cause = "the messages are nested too deeply"
+            raise OutriderError("prompt", cause, "Pass text, or a list of parts.") from None
+        rendered = self.render_chat(broken)
         _check_unicode(rendered)
         return self._literal.encode_rendered(rendered)
 
@@ -115,11 +122,14 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render`."""
-        if self._chat is None:
+        if self.chat_template is None:
             raise OutriderError(
-                "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
+                "prompt",
+                "this checkpoint has no chat template",
+                "Pass plain text as the prompt, or load the bundle with a template "
+                "(chat_template=FILE, --chat-template FILE).",
             )
-        return self._chat.render(messages)
+        return self.chat_template.render(messages)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of a token; None if it gives no text."""

@@ -129,6 +129,7 @@ def test_options(cli: Cli, passed: dict[str, Any]) -> None:
         ("--audio a.wav --beams 2", "--beams has no meaning for --audio"),
         ("--audio a.wav --stop x", "--stop has no meaning for --audio"),
         ("--audio a.wav --no-chat-template", "--no-chat-template has no meaning for --audio"),
+        ("--audio a.wav --chat-template x", "--chat-template has no meaning for --audio"),
         ("--audio a.wav --check", "--check has no meaning for --audio"),
         ("--audio a.wav --corpus a.txt", "--corpus and --table need a draft that reads them"),
         ("--audio a.wav --task sing", "--task: invalid choice"),

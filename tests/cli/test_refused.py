@@ -84,6 +84,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--chat", "not allowed with argument --prompt"),
         ("--logprobs 3", "part of the JSON output"),
         ("--system x --no-chat-template", "needs the chat template"),
+        ("--chat-template x --no-chat-template", "not allowed with argument --chat-template"),
         ("--gamma 0 --verify block", "no effect in plain decoding"),
         ("--gamma 0 --fallback auto", "no effect in plain decoding"),
         ("--min-new-tokens 300", "min_new_tokens=300 exceeds"),

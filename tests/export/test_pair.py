@@ -162,6 +162,10 @@ def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: 
     build(out, tmp_path / "bundle", backend="onnxruntime", slots=1)
     engine = load(tmp_path / "bundle")
     assert engine.tokenizer.render_chat([{"role": "user", "content": "hi"}]) == f"<hi>{TOKENS[0]}"
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ eos_token }}{{ messages[0].content }}")
+    replaced = load(tmp_path / "bundle", chat_template=other)
+    assert replaced.tokenizer.render_chat([{"content": "hi"}]) == f"{TOKENS[0]}hi"
     assert engine.tokenizer.encode("hi") == tokenizer_with_template.encode(
         "hi", add_special_tokens=False
     )

@@ -24,7 +24,7 @@ import export.compare
 import export.part
 from engines.bundle import build
 from export.pair import export as export_pair
-from runtime import beam_texts, generate, load
+from runtime import Options, beam_texts, generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
 from runtime.files.manifest import MANIFEST_FILE, PAIR_FILE, file_facts, read_bundle, read_pair
@@ -132,6 +132,33 @@ def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
 def test_invalid_queue_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="queue=-1 is out of range"):
         load(tmp_path / "nothing", queue=-1)
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (None, "cannot read .*template: No such file"),
+        ("{{ 1 }}\n{% if %}", "template does not compile in line 2: Expected an expression"),
+        ("{{ x | y }}", "does not compile in line 1: No filter named 'y'"),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "does not compile: too many levels"),
+        ("{{" + "-" * 9999 + "1 }}", "does not compile: maximum recursion depth"),
+    ],
+)
+def test_a_chat_template_is_refused_before_anything_is_read(
+    tmp_path: Path, template: str | None, cause: str
+) -> None:
+    if template is not None:
+        (tmp_path / "template").write_text(template)
+    with pytest.raises(OutriderError, match=f"^option: .*{cause}[^.]*[.] [^.]+[.]$"):
+        load(tmp_path / "nothing", chat_template=tmp_path / "template")
+
+
+def test_a_chat_template_for_a_bundle_without_one(llama_bundle: Path, tmp_path: Path) -> None:
+    """A plain prompt passes through it, as through a checkpoint's own."""
+    (tmp_path / "template").write_text("{{ messages[0].content }}{{ messages[0].content }}")
+    engine = load(llama_bundle, chat_template=tmp_path / "template")
+    plain = engine.request("ab", Options(chat=False)).prompt
+    assert engine.request("ab", Options()).prompt == [*plain, *plain]
 
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

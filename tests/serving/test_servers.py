@@ -7,6 +7,7 @@ OpenAI's own client.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -26,8 +27,6 @@ from urllib.request import Request, urlopen
 import outrider
 import pytest
 from commands import CHECKOUT
-from outrider.files.manifest import MANIFEST_FILE, TEMPLATE_FILE, file_facts, read_bundle
-from outrider.files.records import write_json
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see make test-serve")
 yaml = pytest.importorskip("yaml")
@@ -35,7 +34,6 @@ openai = pytest.importorskip("openai", reason="openai is not installed: see make
 
 pytestmark = pytest.mark.slow
 BUNDLE = CHECKOUT / os.environ.get("ENGINES", "build/demo")
-TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 QUEUE, SLOTS = 200, 2  # Ray runs one replica per slot
 LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 REPLICA = b"ray::ServeReplica:default:Replica"
@@ -43,24 +41,22 @@ REPLICA = b"ray::ServeReplica:default:Replica"
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled pair with a chat template, which its checkpoint does not have."""
+    """The bundled pair, beside a chat template, which its checkpoint does not have."""
     folder = tmp_path_factory.mktemp("bundles") / "demo"
     copytree(BUNDLE, folder)
-    template = folder / "tokenizer" / TEMPLATE_FILE
-    template.write_text(TEMPLATE)
-    manifest = read_bundle(BUNDLE)
-    tokenizer = manifest.pair.tokenizer
-    files = {**tokenizer.files, TEMPLATE_FILE: file_facts(template)}
-    pair = replace(manifest.pair, tokenizer=replace(tokenizer, chat_template=True, files=files))
-    listed = {**manifest.files, f"tokenizer/{TEMPLATE_FILE}": file_facts(template)}
-    write_json(folder / MANIFEST_FILE, "manifest", replace(manifest, pair=pair, files=listed))
-    read_bundle(folder)
+    template_of(folder).write_text(
+        "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
     return folder
+
+
+def template_of(bundle: Path) -> Path:
+    return bundle.with_suffix(".jinja")
 
 
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> outrider.TextEngine:
-    return outrider.load(bundle, threads=1)
+    return outrider.load(bundle, threads=1, chat_template=template_of(bundle))
 
 
 class Server:
@@ -98,6 +94,7 @@ class Server:
 
 def _local(bundle: Path, folder: str, port: int) -> list[Any]:
     given = {"engines": bundle, "slots": SLOTS, "queue": QUEUE, "threads": 1, "port": port}
+    given["chat-template"] = template_of(bundle)
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "examples.server", *words]
 
@@ -105,7 +102,11 @@ def _local(bundle: Path, folder: str, port: int) -> list[Any]:
 def _ray(bundle: Path, folder: str, port: int) -> list[Any]:
     given = yaml.safe_load((CHECKOUT / "examples" / "ray_serve.yaml").read_text())
     given["http_options"]["port"], (app,) = port, given["applications"]
-    app["args"] |= {"bundle": str(bundle), "queue": QUEUE}
+    app["args"] |= {
+        "bundle": str(bundle),
+        "chat_template": str(template_of(bundle)),
+        "queue": QUEUE,
+    }
     app["deployments"][0]["autoscaling_config"]["min_replicas"] = SLOTS
     config = Path(folder) / "serve.yaml"
     config.write_text(yaml.safe_dump(given))
@@ -312,13 +313,69 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         client.models.retrieve("gpt")
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         client.chat.completions.create(model="demo", messages=[], stream=stream)
-    half = rb'{"model": "\ud800", "prompt": "x"}'
-    request = Request(f"{client.base_url}completions", half, {"Content-Type": "application/json"})
-    with pytest.raises(HTTPError, match="404"):  # Fault: 500, since the answer could not be encoded
-        urlopen(request)
     with pytest.raises(openai.NotFoundError) as no_route:
         client.embeddings.create(model="demo", input="x")
     assert no_route.value.body["code"] == "route"
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "message"),
+    [
+        ("completions", '{"model": ', "option: the body is not JSON: Expecting value (character "
+         "10). Send one JSON object, with the header Content-Type: application/json."),
+        ("completions", "[1]", "option: the body is not a JSON object. Send one JSON object, with"),
+        ("completions", "[" * 10**5, "route: There was an error parsing the body. Send one JSON"),
+        ("completions", r'{"model": "\ud800", "prompt": "x"}', r"model: \ud800 is not here. Use"),
+        ("completions", {}, "option: prompt is missing. Add it."),
+        ("completions", {"prompt": 5},
+         "option: prompt=5 is out of range. prompt must be a valid string or a valid list."),
+        ("completions", {"prompt": "x", "n": 0},
+         "option: n=0 is out of range. n must be greater than or equal to 1."),
+        ("completions", {"prompt": "x", "max_tokens": True},
+         "option: max_tokens=True is out of range. max_tokens must be a valid integer."),
+        ("completions", {"prompt": "x", "max_tokens": 0},
+         "option: max_tokens=0 is out of range. max_tokens must be an integer >= 1."),
+        ("completions", {"prompt": "x", "min_new_tokens": 50}, "option: min_new_tokens=50 exceeds "
+         "max_tokens=16. Choose 0 <= min_new_tokens <= max_tokens."),
+        ("completions", {"prompt": "x", "logprobs": 9999}, "option: logprobs=9999 is out of"),
+        ("completions", {"prompt": "x", "processors": []}, "option: unknown field 'processors'."),
+        ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 0},
+         "option: max_completion_tokens=0 is out of range. max_completion_tokens must be"),
+        ("chat/completions", {"max_tokens": 0}, "option: max_tokens=0 is out of range. max_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 9999},
+         "option: top_logprobs=9999 is out of range."),
+        ("chat/completions", {"top_logprobs": 2}, "option: top_logprobs without logprobs. Set"),
+        ("chat/completions", {"messages": [{}]}, "prompt: message 0 has no role. Send {"),
+        ("chat/completions", {"messages": ["hi", 5]}, "option: messages.0='hi' is out of range."),
+        ("nothing", {}, "route: Not Found. Use /v1/chat/completions, /v1/completions, /v1/models"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_fields_that_were_sent(
+    server: Server, path: str, sent: Any, message: str
+) -> None:
+    if isinstance(sent, dict):
+        chat = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {}
+        sent = json.dumps({"model": "demo", **chat, **sent})
+    request = Request(f"{server.url}/{path}", sent.encode(), {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request)
+    assert json.load(refused.value)["error"]["message"].startswith(message)
+
+
+def test_a_checkpoint_without_a_chat_template() -> None:
+    from examples.openai.api import from_engine  # needs FastAPI
+
+    async def ask() -> None:
+        request = ([{"role": "user", "content": "x"}], outrider.Options())
+        with outrider.load(BUNDLE) as engine, ThreadPoolExecutor() as threads:
+            await anext(from_engine(engine, threads, [request], False))
+
+    with pytest.raises(outrider.OutriderError, match=r"no chat template\. Use /v1/completions"):
+        asyncio.run(ask())
+
+
+def test_health(server: Server) -> None:
+    assert urlopen(server.url.replace("/v1", "/health")).status == 200
 
 
 async def start_long_request(client: openai.AsyncOpenAI) -> AsyncIterator[Any]:

@@ -284,6 +284,12 @@ def test_refused(
         one_thread(bundle, 1).generate(prompt, **options)
 
 
+def test_a_chat_template_is_refused(t5: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ messages }}")
+    with pytest.raises(OutriderError, match="option: chat templates are for decoder-only models"):
+        load(t5[1], chat_template=tmp_path / "template")
+
+
 def test_prompts_alone_are_not_measured(t5: tuple[Path, Path]) -> None:
     with pytest.raises(OutriderError, match=r"reads a source, .* --source TEXT --baseline"):
         measure(one_thread(t5[1], 1), ["ab"], 0.0, 8)

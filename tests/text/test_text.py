@@ -443,6 +443,17 @@ def test_what_a_template_refuses(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("special", ["control", "text"])
+def test_nested_messages_are_refused(files: dict[str, Path], special: str) -> None:
+    """Fault: with "text", a RecursionError."""
+    tokenizer = Tokenizer(files["byte_level"], chat_template=CHATML)
+    content: list[Any] = []
+    for _ in range(5000):
+        content = [content]
+    with pytest.raises(OutriderError, match="prompt: "):
+        tokenizer.encode_chat([{"role": "user", "content": content}], special_tokens=special)
+
+
 def test_templates_see_no_live_objects(files: dict[str, Path]) -> None:
     tokenizer = Tokenizer(files["byte_level"], chat_template="{{ messages[0].content }}")
     assert tokenizer.render_chat([{"content": Path("/secret")}]) == "<PosixPath>"
