@@ -35,7 +35,7 @@ from runtime.files.progress import stage
 from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
 
 from . import gpu_program
-from .gpus import cuda_toolkit
+from .gpus import CCCL, cuda_toolkit
 from .keys import engine_key
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -231,25 +231,28 @@ def _private_cache(out: Path) -> Iterator[None]:
 def _toolchain(out: Path) -> Iterator[None]:
     """Let torch find the CUDA headers, and the linker the CUDA driver under the name it expects.
 
-    torch assumes that the folder above nvcc is the toolkit, which is not always so; and it links
-    with -lcuda, although a machine without the toolkit's stubs has only libcuda.so.1.
+    torch assumes that the folder above nvcc is the toolkit, which is not always so, and that all
+    headers are directly in its include folder, which CUDA 13 has changed; and it links with -lcuda,
+    although a machine without the toolkit's stubs has only libcuda.so.1.
     """
     from torch.utils import cpp_extension
 
-    cuda_home, library_path = cpp_extension.CUDA_HOME, os.environ.get("LIBRARY_PATH")
+    cuda_home = cpp_extension.CUDA_HOME
     with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
         if (driver := _loaded_driver()) is not None:
             Path(folder, "libcuda.so").symlink_to(driver)
-        cpp_extension.CUDA_HOME = cuda_toolkit(cuda_home)
-        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, library_path)))
+        cpp_extension.CUDA_HOME = toolkit = cuda_toolkit(cuda_home)
+        searched = {"LIBRARY_PATH": folder, "CPATH": f"{toolkit}/include/{CCCL}"}
+        before = {name: os.environ[name] for name in searched if name in os.environ}
+        for name, first in searched.items():
+            os.environ[name] = os.pathsep.join(filter(None, (first, before.get(name))))
         try:
             yield
         finally:
             cpp_extension.CUDA_HOME = cuda_home
-            if library_path is None:
-                del os.environ["LIBRARY_PATH"]
-            else:
-                os.environ["LIBRARY_PATH"] = library_path
+            for name in searched:
+                del os.environ[name]
+            os.environ.update(before)
 
 
 def _loaded_driver() -> str | None:

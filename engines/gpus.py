@@ -9,6 +9,7 @@ from pathlib import Path
 # On PyPI the toolkit is split into packages: torch installs the first header, but not the ones
 # that it includes.
 HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
+CCCL = "cccl"  # the folder within include/ where CUDA 13 has the last one
 
 
 def present_gpus() -> dict[int, int]:
@@ -41,7 +42,7 @@ def cuda_toolkit(preferred: str | None) -> str | None:
 
 
 def _has_headers(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in HEADERS)
+    return all((folder / name).is_file() or (folder / CCCL / name).is_file() for name in HEADERS)
 
 
 def _home_of_nvcc() -> str | None:

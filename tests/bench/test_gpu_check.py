@@ -121,8 +121,11 @@ def test_one_call_and_what_it_rests_on(tmp_path, a_gpu):
         Part("library", ["true"], 20, gpu=False),
         *(Part(name, ["true"], 20, call=n) for n, name in enumerate("abc", 1)),
     ]
-    report, _ = run_parts(tmp_path, 60, lambda out, sm: chosen, call=2)
-    assert list(report["parts"]) == ["library", "b"]
+    for call, own in enumerate("abc", 1):
+        report, _ = run_parts(tmp_path, 60, lambda out, sm: chosen, call=call)
+        assert list(report["parts"]) == ["library", own]
+    reports = [json.loads((tmp_path / f"gpu-check-{n}.json").read_text()) for n in (1, 2, 3)]
+    assert [list(each["parts"])[1] for each in reports] == list("abc"), "one replaced another"
 
 
 def test_the_plan(tmp_path):
@@ -143,6 +146,8 @@ def test_the_plan(tmp_path):
     assert all(part.expected and part.expected <= part.limit for part in every)
     lines = suite.describe_calls(tmp_path)
     assert all(any(name in line for line in lines) for name in names)
+    commands = [line.partition("#")[0].split() for line in lines if line.startswith("make ")]
+    assert commands == [["make", "gpu-check", f"CALL={call}"] for call in (1, 2, 3)]
     assert sum(part.limit for part in every if part.name.startswith("8b+1b: t")) < 300
     parsed = 0
     for part in every:

@@ -123,6 +123,8 @@ def test_the_toolkit_is_one_whose_headers_are_whole(
     first, *rest = gpus.HEADERS
     pieces, whole = toolkit("pieces", [first]), toolkit("whole", gpus.HEADERS)
     assert gpus.cuda_toolkit(whole) == whole
+    moved = toolkit("13", [*gpus.HEADERS[:-1], f"{gpus.CCCL}/{gpus.HEADERS[-1]}"])
+    assert gpus.cuda_toolkit(moved) == moved
     nvcc = tmp_path / "bin" / "nvcc"  # a script, not inside a toolkit
     nvcc.parent.mkdir()
     nvcc.write_text(f"#!/bin/sh\necho '#$ _HERE_=x' >&2\necho '#$ TOP={whole}/bin/..' >&2\n")
@@ -193,7 +195,7 @@ def test_what_is_compiled(
         seen.update(
             devices=devices_of(program), config=inductor_configs, rows=key.shape[2], own=own,
             driver=os.readlink(driver) if driver.is_symlink() else None,
-            toolkit=torch.utils.cpp_extension.CUDA_HOME,
+            toolkit=torch.utils.cpp_extension.CUDA_HOME, headers=os.environ.get("CPATH"),
         )  # fmt: skip
         Path(package_path).write_bytes(b"code")
 
@@ -206,6 +208,7 @@ def test_what_is_compiled(
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/above/nvcc")
     monkeypatch.setattr(aotinductor, "cuda_toolkit", {"/above/nvcc": "/cuda"}.get)
     monkeypatch.setenv("LIBRARY_PATH", "/before")
+    monkeypatch.delenv("CPATH", raising=False)
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
     to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
     facts = read_pair(graphs).target
@@ -219,8 +222,9 @@ def test_what_is_compiled(
         "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
         "driver": "/lib/libcuda.so.1" if on_gpu else None,
         "toolkit": "/cuda" if on_gpu else "/above/nvcc",
+        "headers": "/cuda/include/cccl" if on_gpu else None,
     }  # fmt: skip
-    assert os.environ["LIBRARY_PATH"] == "/before"
+    assert os.environ["LIBRARY_PATH"] == "/before" and "CPATH" not in os.environ
     assert torch.utils.cpp_extension.CUDA_HOME == "/above/nvcc"
 
 

@@ -4,7 +4,7 @@ Needs neither a network nor a virtual environment: a C++ compiler, PyTorch, Tran
 cuda-bindings, the runtime's own dependencies, pytest and scipy are enough. Parts run one after the
 other, each in its own process and with its own time limit; a part that fails or hangs does not stop
 the others. Without a GPU, the parts that need one are skipped and listed with the reason. Writes
-gpu-check.json and gpu-check.log.
+gpu-check-<call>.json and .log.
 
 Three calls of less than ten minutes each run everything, the most important parts first.
 `make gpu-check DRY=1` prints what each would do:
@@ -14,10 +14,10 @@ Three calls of less than ten minutes each run everything, the most important par
     make gpu-check CALL=3    # checks, tests, sanitizer
 
 The first two measure the figures of all goals, in a quarter of an hour if they run on the same
-machine, which keeps what the first has compiled.
+machine, which keeps what the first has compiled. GPU_SECONDS limits a call to what is left.
 
-GPU_OUT=<folder> sets the output folder. gpu-check.json names the card, which should be the same in
-all calls.
+GPU_OUT=<folder> sets the output folder. The reports name the card, which should be the same in all
+calls.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def timed_pair_parts(
 ) -> list[Part]:  # fmt: skip
     """Parts that build a constructed pair without its weights, time it, and remove it.
 
-    parent: folder for the pair and its report, which is also copied into gpu-check.json. limits,
+    parent: folder for the pair and its report, which is also copied into the whole report. limits,
     expected: seconds for the build and for the times.
     """
     folder, report = parent / pair, parent / f"{pair}-times.json"
@@ -223,7 +223,8 @@ def run_parts(
     call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Run the parts; returns the report, and whether nothing failed. seconds: limit for all parts
-    together. call: run only the parts of this call, and those that every call needs."""
+    together. call: run only the parts of this call, and those that every call needs. The report and
+    the log are `out`/`name_of(call)`.json and .log."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
@@ -231,7 +232,8 @@ def run_parts(
         "machine": machine.describe(os.cpu_count() or 1), "gpu": architecture or None,
         "card": query_card(), "parts": {},
     }  # fmt: skip
-    with (out / "gpu-check.log").open("w") as log:
+    path = out / f"{name_of(call)}.json"
+    with path.with_suffix(".log").open("w") as log:
         for part in make_parts(out, architecture):
             if part.call and call not in (None, part.call):
                 continue
@@ -246,30 +248,39 @@ def run_parts(
             report["parts"][part.name] = outcome
             more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
             print(f"{part.name}: {outcome['status']} ({more})", flush=True)
-            save_report(out / "gpu-check.json", report)
+            save_report(path, report)
     report["card_at_the_end"] = query_card()
-    save_report(out / "gpu-check.json", report)
+    save_report(path, report)
     failed = {"failed", "timed out"}
     return report, not any(o["status"] in failed for o in report["parts"].values())
 
 
+def name_of(call: int | None) -> str:
+    """The name of a call's report: calls into the same folder must keep each other's figures."""
+    return f"gpu-check-{call}" if call else "gpu-check"
+
+
 def describe_calls(out: Path) -> list[str]:
-    """A description of each call as lines: its parts, their usual times and their limits."""
+    """Each call's command, its parts, their usual times and their limits, as lines."""
     lines = []
     every = parts(out, "sm_90")
     for call in (1, 2, 3):
         chosen = [part for part in every if part.call in (0, call)]
         expected = sum(part.expected for part in chosen)
-        lines += [
-            f"call {call}: about {expected:.0f} s; writes gpu-check.json and gpu-check.log",
-            "  after each part, so that a time limit loses only the part that it interrupts",
-        ]
+        lines.append(
+            f"make gpu-check CALL={call}    # about {expected:.0f} s; "
+            f"writes {name_of(call)}.json and .log after each part"
+        )
         for part in chosen:
             writes = f", {part.writes.name}" if part.writes else ""
             least = f", needs {part.min_left:.0f} s left to start" if part.min_left > 5 else ""
             name, limit = part.name, part.limit
             lines.append(f"  {name:<28} {part.expected:4.0f} s, at most {limit:.0f}{least}{writes}")
-    return lines
+    return [
+        *lines,
+        "Later calls on the same machine have the library and the cubins. If the machine is lent",
+        "for a limited time, give the next call what is left of it: GPU_SECONDS=<seconds>.",
+    ]
 
 
 def find_gpu() -> tuple[str, str | None]:
@@ -341,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(describe_calls(out)))
             return 0
         _, good = run_parts(out, arguments.seconds, call=arguments.call)
-        print(arguments.out / "gpu-check.json")
+        print(arguments.out / f"{name_of(arguments.call)}.json")
         return 0 if good else 1
 
     return run_command(command)
