@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, VOCAB_SIZE, write_any
+from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, TOKENS, VOCAB_SIZE, write_any
 from commands import error_line
 from exported import TIED, UNTIED, Refused, edit_json, edit_weights, run_export
 from transformers import AutoConfig
@@ -380,6 +380,16 @@ def test_a_model_without_an_end_is_said(
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _json(name, eos_token_id=None, eos_token=None)(copy)
     assert message in run_export(capsys, tmp_path, copy)[1]
+
+
+def test_tokens_without_an_embedding_are_said(
+    workshop: Workshop, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are no fault: only prompts that contain them are refused."""
+    message = "note: 2 tokens of the tokenizer have no embedding: prompts with them are refused"
+    for extra in ((), ("<extra 0>", "<extra 1>")):
+        checkpoint = workshop.checkpoint("llama", tokens=(*TOKENS, *extra))
+        assert (message in run_export(capsys, tmp_path, checkpoint)[1]) == bool(extra)
 
 
 CONTENT_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
