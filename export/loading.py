@@ -70,7 +70,8 @@ def read_weights(
     """Load the model by Transformers. transform: replaces each packed tensor.
 
     Raises OutriderError "checkpoint" if weights are missing, damaged, or not part of the model,
-    "architecture" if Transformers has no causal model of this kind.
+    "architecture" if Transformers has no causal model of this kind, or the weights are those of
+    another class.
     """
     model: PreTrainedModel
     info: dict[str, Any]
@@ -141,10 +142,7 @@ def _other_weights(
     class, it is one without a language model's head: an encoder, a classifier, a bare decoder."""
     cause = " and ".join(
         f"{verb} {len(names)} weights {which} a {kind} ({names[0]} first)"
-        for verb, which, names in (
-            ("lacks", "of", missing),
-            ("has", "that are not part of", unused),
-        )
+        for verb, which, names in (("lacks", "of", missing), ("has", "that are not part of", unused))
         if names
     )
     if any("lora" in name for name in unused):
