@@ -132,7 +132,9 @@ def find(name: str) -> Checkpoint:
         context = None
     if context is not None and (type(context) is not int or context < 1):
         raise _invalid_field(name, field, context)
-    if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
+    if (width := getattr(text, "vocab_size", None)) is None:
+        raise architecture_error(name, config, "it has no vocabulary")
+    if type(width) is not int or width < 1:
         raise _invalid_field(name, "vocab_size", width)
     if "auto_map" in raw_config:
         note(

@@ -162,9 +162,9 @@ def logits(
         raise OutriderError(
             "checkpoint",
             f"this {type(model).__name__} returns NaN or infinity in {dtype}",
-            "Check the weights."
-            if dtype == "float32"
-            else "Build with another DTYPE; float16 overflows beyond 65504.",
+            "Build with another DTYPE; float16 overflows beyond 65504."
+            if dtype == "float16"
+            else "Check the weights.",
         )
     return result
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
+from json import JSONDecodeError
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -68,7 +70,8 @@ def read_weights(
     """Load the model by Transformers. transform: replaces each packed tensor.
 
     Raises OutriderError "checkpoint" if weights are missing, damaged, or not part of the model,
-    "architecture" if Transformers has no causal model of this kind.
+    "architecture" if Transformers has no causal model of this kind, or the weights are those of
+    another class.
     """
     model: PreTrainedModel
     info: dict[str, Any]
@@ -91,21 +94,10 @@ def read_weights(
             model, info = kind.from_pretrained(checkpoint.path, trust_remote_code=False, **options)
     except OutriderError:
         raise
-    except (ValueError, KeyError, ImportError) as error:
-        why = first_line(error)
-        if isinstance(error, KeyError):
-            why = f"Transformers has no {why}"
-        if "trust_remote_code" in str(error):
-            why = "it requires its own code, which is never run"
-        raise checkpoint.refused(why) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
         if is_out_of_memory(error):
             raise MemoryError from None
-        raise OutriderError(
-            "checkpoint",
-            f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",
-            "Download the checkpoint again.",
-        ) from None
+        raise _unread(checkpoint, error) from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise OutriderError(
@@ -116,23 +108,52 @@ def read_weights(
         )
     # Tables of sines, which Transformers computes and Pegasus' files lack.
     computed = {name for name in info["missing_keys"] if _is_computed(model, name)}
-    if missing := sorted(info["missing_keys"] - computed):
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
-            "Download the checkpoint completely.",
-        )
-    if unused := sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED)):
-        adapter = any("lora" in name for name in unused)
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source} has {len(unused)} weights that are not part of a "
-            f"{type(model).__name__}, {unused[0]} first",
-            "Merge the adapter first (merge_and_unload)."
-            if adapter
-            else "Check that config.json belongs to these weights.",
-        )
+    missing = sorted(info["missing_keys"] - computed)
+    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED))
+    if missing or unused:
+        raise _other_weights(checkpoint, type(model).__name__, missing, unused)
     return model
+
+
+def _unread(checkpoint: Checkpoint, error: Exception) -> OutriderError:
+    """The error for a model that Transformers does not load."""
+    why, damaged = first_line(error), isinstance(error, JSONDecodeError)
+    if isinstance(error, (ValueError, KeyError, ImportError)) and not damaged:
+        if isinstance(error, KeyError):
+            why = f"Transformers has no {why}"
+        if "Unrecognized configuration class" in why:
+            why = "Transformers has no decoder of this kind"
+        if "trust_remote_code" in str(error):
+            why = "it requires its own code, which is never run"
+        return checkpoint.refused(why)
+    if isinstance(error, UnpicklingError):  # torch's message advises to run the file's code
+        why = "a .bin file contains more than tensors, or is damaged"
+    return OutriderError(
+        "checkpoint",
+        f"the weights of {checkpoint.source} cannot be read: {why}",
+        "Download the checkpoint again, as safetensors if there are any.",
+    )
+
+
+def _other_weights(
+    checkpoint: Checkpoint, kind: str, missing: list[str], unused: list[str]
+) -> OutriderError:
+    """The error for weights that are not those of the class `kind`. If the checkpoint names another
+    class, it is one without a language model's head: an encoder, a classifier, a bare decoder."""
+    cause = " and ".join(
+        f"{verb} {len(names)} weights {which} a {kind} ({names[0]} first)"
+        for verb, which, names in (("lacks", "of", missing), ("has", "that are not part of", unused))
+        if names
+    )
+    if any("lora" in name for name in unused):
+        remedy = "Merge the adapter first (merge_and_unload)."
+    elif checkpoint.config.architectures and checkpoint.architecture != kind:
+        return checkpoint.refused(f"it {cause}")
+    elif unused:
+        remedy = "Check that config.json belongs to these weights."
+    else:
+        remedy = "Download the checkpoint completely."
+    return OutriderError("checkpoint", f"{checkpoint.source} {cause}", remedy)
 
 
 def _is_computed(model: PreTrainedModel, name: str) -> bool:

@@ -69,13 +69,19 @@ def test_float64_decides_where_layers_make_roundings_large(
     assert HOST_FILE in pair.target.files
 
 
+@pytest.mark.parametrize(
+    ("factor", "dtype", "remedy"),
+    [(1e5, "float16", "Build with another DTYPE"), (float("nan"), "bfloat16", "Check the weights")],
+)
 def test_an_original_that_overflows_is_refused(
-    workshop: Workshop, tmp_path: Path, refused: Refused
+    workshop: Workshop, tmp_path: Path, refused: Refused, factor: float, dtype: str, remedy: str
 ) -> None:
-    """A bound derived from infinite logits would accept any graph."""
+    """A bound derived from infinite logits would accept any graph. Fault: NaN in the weights was
+    taken for an overflow of bfloat16."""
     source = Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
-    edit_weights(source, lambda weights: weights["lm_head.weight"].mul_(1e5))
-    assert "returns NaN or infinity in float16" in refused(source, "--dtype", "float16")
+    edit_weights(source, lambda weights: weights["lm_head.weight"].mul_(factor))
+    message = refused(source, "--dtype", dtype)
+    assert f"returns NaN or infinity in {dtype}. {remedy}" in message
 
 
 def test_a_lost_window_fails_the_build(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from export import compare
-from export.host import attention, observing
+from export.host import attention, lowering, observing
 from export.host.attention import NotLowered
 from export.host.checked import write_checked
 from export.host.observing import BIAS_PADDING
@@ -271,6 +271,18 @@ def test_a_norm_of_each_head_stays_behind_the_turn(scale: list[int], moved: bool
     whole = ir.Graph([rows, weight], norm.outputs, nodes=[turn, norm], opset_imports={"": 24})
     found = attention._untransposed_rows(ir.Model(whole, ir_version=10), norm.outputs[0])
     assert (found is not None) == moved
+
+
+@pytest.mark.parametrize(("sizes", "fused"), [([1, 5, 64], True), ([1, 4, 5, 16], False)])
+def test_a_sum_of_heads_is_not_fused_with_its_norm(sizes: list[int], fused: bool) -> None:
+    """Fault: NanoChat with quantised weights was refused: ONNX Runtime did not run its graph."""
+    rows, weight = ir.Value(name="rows", shape=ir.Shape(sizes)), ir.Value(name="scale")
+    add = ir.node("Add", [rows, rows])
+    add.outputs[0].shape = rows.shape
+    norm = ir.node("RMSNormalization", [add.outputs[0], weight])
+    whole = ir.Graph([rows, weight], norm.outputs, nodes=[add, norm], opset_imports={"": 24})
+    lowering._fuse_sums(ir.Model(whole, ir_version=10))
+    assert ("SkipSimplifiedLayerNormalization" in {node.op_type for node in whole}) == fused
 
 
 @pytest.mark.parametrize(

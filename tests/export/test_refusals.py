@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, VOCAB_SIZE, write_any
+from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, TOKENS, VOCAB_SIZE, write_any
 from commands import error_line
 from exported import TIED, UNTIED, Refused, edit_json, edit_weights, run_export
 from transformers import AutoConfig
@@ -204,6 +204,10 @@ def _all(*damages: Damage) -> Damage:
     return lambda folder: [damage(folder) for damage in damages]
 
 
+def _to_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+
+
 def _truncate(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
@@ -216,18 +220,39 @@ _config = partial(_json, "config.json")
 PEFT = _json("adapter_config.json", peft_type="LORA")
 REFUSED: dict[str, tuple[Damage, str]] = {
     # Lost or broken
-    "a tensor is missing": (_tensors(lambda w: w.pop(K_PROJ)), "lacks 1 of its weights"),
+    "a tensor is missing": (
+        _tensors(lambda w: w.pop(K_PROJ)),
+        f"checkpoint lacks 1 weights of a Qwen2ForCausalLM ({K_PROJ} first). Download",
+    ),
     "a tensor of another shape": (
         _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:-1].contiguous()})),
         f"differ from its config.json, {K_PROJ} first: [31, 64], not [32, 64]",
     ),
     "truncated weights": (_truncate, "cannot be read"),
+    "a page for weights": (
+        _all(_without("model.safetensors"), _instead("pytorch_model.bin", b"<!DOCTYPE html>")),
+        "cannot be read: a .bin file contains more than tensors, or is damaged",
+    ),
+    "a broken index": (
+        _all(_to_a_shard, _instead("model.safetensors.index.json", b"{")), "cannot be read: Exp",
+    ),
     "no weights": (_without("model.safetensors"), "has no weights"),
     "no config": (_without("config.json"), "has no config.json"),
     "config is no JSON": (_instead("config.json", b"{'model_type': "), "config.json"),
     "config without end": (_instead("config.json", b"[" * 100_000), "config.json cannot be read"),
     "config is a list": (_instead("config.json", b"[1]"), "config.json is not a JSON object"),
     "an unknown model": (_config(model_type="steam-engine"), "steam-engine"),
+    "a classifier": (
+        _all(
+            _config(architectures=["Qwen2ForSequenceClassification"]),
+            _tensors(lambda w: w.update({"score.weight": w.pop("lm_head.weight")})),
+        ),
+        "is a Qwen2ForSequenceClassification, which cannot be exported: it lacks 1 weights of a "
+        "Qwen2ForCausalLM (lm_head.weight first) and has 1 weights that are not part of a "
+        "Qwen2ForCausalLM (score.weight first)",
+    ),
+    "an encoder": (_config(model_type="distilbert"), "Transformers has no decoder of this kind"),
+    "images only": (_instead("config.json", b'{"model_type": "vit"}'), "it has no vocabulary"),
     "no tokenizer": (_without("tokenizer*"), "tokenizer"),
     "broken tokenizer": (_instead("tokenizer.json", b"{"), "tokenizer"),
     "broken generation": (_instead("generation_config.json", b"{"), "generation_config.json"),
@@ -241,12 +266,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     # Would be ignored
     "an extra layer": (
         _more("model.layers.2.mlp.up_proj.weight", 96, 64),
-        "1 weights that are not part of a Qwen2ForCausalLM, "
-        "model.layers.2.mlp.up_proj.weight first",
+        "has 1 weights that are not part of a Qwen2ForCausalLM "
+        "(model.layers.2.mlp.up_proj.weight first)",
     ),
     "biases": (_more(f"{UP_PROJ}.bias", 96), "up_proj.bias"),
     "an adapter's tensors": (_more(f"{UP_PROJ}.lora_A.weight", 8, 64), "Merge the adapter first"),
-    "a classifier's head": (_more("score.weight", 2, 64), "score.weight first"),
+    "a classifier's head": (_more("score.weight", 2, 64), "(score.weight first)"),
     "an adapter beside": (PEFT, "a PEFT adapter beside its weights"),
     "an adapter alone": (
         _all(
@@ -289,7 +314,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "chat_template.json cannot be read: its chat_template is 7",
     ),
 }  # fmt: skip
-OF_THE_ARCHITECTURE = {"an unknown model", "a size that is a word"}
+OF_THE_ARCHITECTURE = {
+    "an unknown model", "a size that is a word", "a classifier", "an encoder", "images only",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -353,6 +380,16 @@ def test_a_model_without_an_end_is_said(
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _json(name, eos_token_id=None, eos_token=None)(copy)
     assert message in run_export(capsys, tmp_path, copy)[1]
+
+
+def test_tokens_without_an_embedding_are_said(
+    workshop: Workshop, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are no fault: only prompts that contain them are refused."""
+    message = "note: 2 tokens of the tokenizer have no embedding: prompts with them are refused"
+    for extra in ((), ("<extra 0>", "<extra 1>")):
+        checkpoint = workshop.checkpoint("llama", tokens=(*TOKENS, *extra))
+        assert (message in run_export(capsys, tmp_path, checkpoint)[1]) == bool(extra)
 
 
 CONTENT_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
