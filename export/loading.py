@@ -70,7 +70,8 @@ def read_weights(
     """Load the model by Transformers. transform: replaces each packed tensor.
 
     Raises OutriderError "checkpoint" if weights are missing, damaged, or not part of the model,
-    "architecture" if Transformers has no causal model of this kind.
+    "architecture" if Transformers has no causal model of this kind, or the weights are those of
+    another class.
     """
     model: PreTrainedModel
     info: dict[str, Any]
