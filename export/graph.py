@@ -7,12 +7,14 @@ exporting needs little more memory than the checkpoint itself.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from io import StringIO
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 from onnxscript.optimizer import optimize_ir
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
@@ -42,7 +46,7 @@ _FOLD_LIMIT = 4096
 
 def trace(module: torch.nn.Module, example: Example) -> ir.Model:
     """Trace a `Decoder`, or another module that has an example."""
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), quiet(), ConstantErfinv():
         program = torch.onnx.export(
             module,
             example.arguments,
@@ -56,6 +60,20 @@ def trace(module: torch.nn.Module, example: Example) -> ir.Model:
         )
     assert program is not None
     return program.model
+
+
+class ConstantErfinv(TorchFunctionMode):
+    """While tracing, computes erfinv of a constant, for which ONNX has no operator: Gemma 3n has a
+    threshold that is the quantile of a number in its configuration."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.erfinv and isinstance(x := args[0], FakeTensor) and x.constant is not None:
+            value = NormalDist().inv_cdf((1 + x.item()) / 2) / math.sqrt(2)
+            return torch.tensor(value, dtype=x.dtype)
+        found: torch.Tensor = func(*args, **(kwargs or {}))
+        return found
 
 
 def simplify(model: ir.Model) -> None:

@@ -140,9 +140,10 @@ def _other_weights(
 ) -> OutriderError:
     """The error for weights that are not those of the class `kind`. If the checkpoint names another
     class, it is one without a language model's head: an encoder, a classifier, a bare decoder."""
+    differences = ("lacks", "of", missing), ("has", "that are not part of", unused)
     cause = " and ".join(
         f"{verb} {len(names)} weights {which} a {kind} ({names[0]} first)"
-        for verb, which, names in (("lacks", "of", missing), ("has", "that are not part of", unused))
+        for verb, which, names in differences
         if names
     )
     if any("lora" in name for name in unused):

@@ -17,7 +17,7 @@ import torch
 from runtime.files.torch_files import TENSOR_ALIGNMENT, place_tensors, program_files
 
 from .decoder import Decoder, Example
-from .graph import quiet
+from .graph import ConstantErfinv, quiet
 
 EXAMPLE_ROWS = 16  # small, as S is dynamic and the file contains the example
 
@@ -40,7 +40,7 @@ def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedPro
     sizes = example.dynamic_shapes
     if isinstance(module, Decoder):
         module, sizes = _InPlace(module), (sizes,)
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), quiet(), ConstantErfinv():
         program = torch.export.export(
             module.eval(), example.arguments, dynamic_shapes=sizes, strict=False
         )

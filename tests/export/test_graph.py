@@ -24,7 +24,7 @@ from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified
 from export.checkpoint import find
-from export.decoder import Decoder, example_caches
+from export.decoder import Decoder, Example, example_caches
 from export.functions import attention, recurrence
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
@@ -118,6 +118,20 @@ def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> N
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert export_pair(source, None, tmp_path / "out", **options) == first
     assert damaged.stat().st_size == first.target.files[WEIGHTS_FILE].size
+
+
+@pytest.mark.parametrize("value", [0.95, 0.1])
+def test_the_quantile_of_a_constant_is_a_constant(value: float) -> None:
+    """Fault: Gemma 3n, which derives a threshold from it, was refused: ONNX has no erfinv."""
+
+    class Threshold(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - torch.distributions.Normal(0, 1).icdf(torch.tensor(value))
+
+    x = torch.zeros(3)
+    made = simplified.trace(Threshold(), Example((x,), (None,), ["x"], ["y"]))
+    session = ort.InferenceSession(ir.to_proto(made).SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], Threshold()(x), rtol=1e-6)
 
 
 WALKED = cases([TIED, UNTIED, "gpt2", "gemma2", "mistral"], ["mixtral", "phi3-longrope"])

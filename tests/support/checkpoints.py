@@ -129,6 +129,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": _llama(
         transformers.Gemma3TextConfig, **_GEMMA, **_MIXED, query_pre_attn_scalar=16
     ),
+    "gemma3n": _llama(
+        transformers.Gemma3nTextConfig, **_GEMMA, **_MIXED, activation_sparsity_pattern=[0.95, 0.0],
+        num_kv_shared_layers=0, vocab_size_per_layer_input=VOCAB_SIZE, altup_num_inputs=2,
+        hidden_size_per_layer_input=16, laurel_rank=8,
+    ),
     "gemma4": _gemma4,
     "phi": _llama(transformers.PhiConfig),
     "phi3": _llama(
