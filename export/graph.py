@@ -7,14 +7,12 @@ exporting needs little more memory than the checkpoint itself.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from io import StringIO
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -69,10 +67,9 @@ class ConstantErfinv(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        if func is torch.erfinv and isinstance(x := args[0], FakeTensor) and x.constant is not None:
-            value = NormalDist().inv_cdf((1 + x.item()) / 2) / math.sqrt(2)
-            return torch.tensor(value, dtype=x.dtype)
         found: torch.Tensor = func(*args, **(kwargs or {}))
+        if func is torch.erfinv and isinstance(found, FakeTensor) and found.constant is not None:
+            return torch.full(found.shape, found.item(), dtype=found.dtype)
         return found
 
 

@@ -117,7 +117,7 @@ def read_weights(
 
 def _unread(checkpoint: Checkpoint, error: Exception) -> OutriderError:
     """The error for a model that Transformers does not load."""
-    why, damaged = first_line(error), isinstance(error, JSONDecodeError)
+    why, damaged = first_line(error), isinstance(error, JSONDecodeError | UnicodeDecodeError)
     if isinstance(error, (ValueError, KeyError, ImportError)) and not damaged:
         if isinstance(error, KeyError):
             why = f"Transformers has no {why}"
@@ -139,7 +139,7 @@ def _other_weights(
     checkpoint: Checkpoint, kind: str, missing: list[str], unused: list[str]
 ) -> OutriderError:
     """The error for weights that are not those of the class `kind`. If the checkpoint names another
-    class, it is one without a language model's head: an encoder, a classifier, a bare decoder."""
+    class and lacks no more than a head, it is an encoder, a classifier or a bare decoder."""
     differences = ("lacks", "of", missing), ("has", "that are not part of", unused)
     cause = " and ".join(
         f"{verb} {len(names)} weights {which} a {kind} ({names[0]} first)"
@@ -148,7 +148,7 @@ def _other_weights(
     )
     if any("lora" in name for name in unused):
         remedy = "Merge the adapter first (merge_and_unload)."
-    elif checkpoint.config.architectures and checkpoint.architecture != kind:
+    elif len(missing) < 10 and checkpoint.config.architectures and checkpoint.architecture != kind:
         return checkpoint.refused(f"it {cause}")
     elif unused:
         remedy = "Check that config.json belongs to these weights."

@@ -96,13 +96,12 @@ class GenaiWorker:
 
 def _build(setup: Setup, checkpoint: Path) -> Path:
     """Convert a checkpoint. int4 has the builder's defaults for a CPU: blocks of 32, products in 8
-    bits. A tied embedding is stored once, as in the other systems' files."""
+    bits."""
     folder = setup.work / "genai" / f"{checkpoint.name}-{setup.precision}"
-    tied = json.loads((checkpoint / "config.json").read_text()).get("tie_word_embeddings", True)
     return convert_checkpoint(
         folder, checkpoint, BUILDER, "-i", checkpoint, "-o", folder,
         "-p", PRECISIONS[setup.precision], "-e", "cpu", "-c", folder.parent / "cache",
-        "--extra_options", "hf_token=false", f"shared_embeddings={str(tied).lower()}",
+        "--extra_options", "hf_token=false",
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def api(name: str, generate: Generate) -> FastAPI:
         return {"status": "ok"}
 
     @http.get("/v1/models")
+    @http.get("/v1/models/")
     async def models() -> Any:
         return {"object": "list", "data": [await model(name)]}
 
@@ -68,6 +69,7 @@ async def from_engine(
     one thread.
     """
     for index, (prompt, options) in enumerate(requests):
+        # Completions set chat=False.
         if options.chat is None and engine.tokenizer.chat_template is None:
             remedy = "Use /v1/completions, or start the server with a chat template"
             raise OutriderError("prompt", "this checkpoint has no chat template", remedy)

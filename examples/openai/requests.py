@@ -28,6 +28,7 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
 _ENGINE_OPTIONS = {f.name for f in fields(Options)} - {"max_new_tokens", "chat", "processors"}
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
 _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
+_REMEDIES = {400: _JSON, 405: "Use POST, or GET for /v1/models and /health"}
 Requests = list[tuple[Any, Options]]
 
 
@@ -137,7 +138,7 @@ def refusal(error: Exception) -> tuple[dict[str, Any], int]:
         error = _invalid(error.errors())
     elif isinstance(error, HTTPException):  # no such route, or JSON that is nested too deeply
         status = error.status_code
-        error = OutriderError("route", error.detail, _JSON if status == 400 else _ROUTES)
+        error = OutriderError("route", error.detail, _REMEDIES.get(status, _ROUTES))
     status = status or STATUS.get(error.kind, 500)
     message = str(error).encode(errors="backslashreplace").decode()  # lone surrogates
     blame = "server_error" if status >= 500 else "invalid_request_error"

@@ -64,7 +64,7 @@ class SpeechOptions:
         check_value("condition_on_prev_tokens", self.condition_on_prev_tokens, FLAG)
         for name, value in vars(self).items():
             if name.endswith("_threshold") and value is not None:
-                check_value(name, value, NUMBER, lambda x: not math.isnan(x), "a number")
+                check_value(name, value, NUMBER, lambda x: x == x, "a number")
         refuse_first([
             (facts.no_timestamps_token_id is None,
              "the checkpoint's generation_config.json has no no_timestamps_token_id",

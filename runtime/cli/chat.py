@@ -21,7 +21,7 @@ def converse(session: Session) -> None:
     message does not.
     """
     engine, args, err = session.engine, session.args, session.err
-    if engine.tokenizer.chat_template is None:
+    if engine.tokenizer.chat_template is None and engine.manifest.pair.start_ids is None:
         raise OutriderError(
             "option",
             f"--chat needs a chat template, and {args.engines} has none",

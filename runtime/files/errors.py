@@ -79,7 +79,8 @@ Kind = tuple[Callable[[Any], bool], str]
 INTEGER: Kind = is_whole, "an integer"
 NUMBER: Kind = is_number, "a number"
 STRING: Kind = (lambda value: isinstance(value, str)), "a string"
-FLAG: Kind = (lambda value: type(value).__name__ in ("bool", "bool_")), "True or False"  # NumPy's
+# By its name: NumPy is not imported here.
+FLAG: Kind = (lambda value: type(value).__name__ in ("bool", "bool_")), "True or False"
 
 
 def one_of(*names: str) -> Kind:
@@ -95,12 +96,13 @@ def check_value(
     fits: whether it is in the range, None if there is none. legal: what the range is.
     """
     is_kind, noun = kind
+    if is_kind(value) and (fits is None or fits(value)):
+        return
     shown = f"{name}={repr(value)[:80]}"
-    if not is_kind(value):
-        cause = f"{shown} ({type(value).__name__}) is not {noun}"
-        raise OutriderError("option", cause, f"Give one, or leave {name} out.")
-    if fits is not None and not fits(value):
+    if is_kind(value):
         raise OutriderError("option", f"{shown} is out of range", f"{name} must be {legal}.")
+    cause = f"{shown} ({type(value).__name__}) is not {noun}"
+    raise OutriderError("option", cause, f"Give {noun}, or leave {name} out.")
 
 
 # The name under which this package is imported: outrider if installed, runtime in a checkout.

@@ -106,14 +106,14 @@ def _is_bias(value: Any) -> bool:
     try:
         pairs = dict(value)
         return len(pairs) == len(value) and all(  # two biases for one id are refused
-            is_whole(token) and 0 <= token < 2**31 and is_number(bias) and abs(bias) <= 100
+            is_whole(token) and 0 <= token < 2**31 and is_number(bias)
             for token, bias in pairs.items()
         )
     except (TypeError, ValueError):  # neither a mapping nor pairs
         return False
 
 
-_BIAS: Kind = _is_bias, "token ids with biases from -100 to 100"
+_BIAS: Kind = _is_bias, "token ids, each with a bias"
 # What each field must be, as arguments of `check_value`.
 _RULES: dict[str, tuple[Any, ...]] = {
     # The lower bound keeps logits / temperature finite in float32.
@@ -124,12 +124,16 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (NUMBER, lambda x: 1e-3 <= x <= 1e3, "from 0.001 to 1000; 1 is off"),
     "frequency_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
     "presence_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
-    "logit_bias": (_BIAS,),
+    "logit_bias": (
+        _BIAS,
+        lambda x: all(abs(bias) <= 100 for bias in dict(x).values()),
+        "biases from -100 to 100",
+    ),
     "seed": (INTEGER, lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
     "verify": (one_of(*get_args(VerifyRule)),),
     "lenience": (NUMBER, lambda x: 0 < x <= 1, "in (0, 1]"),
-    "sigmoid_alpha": (NUMBER, lambda x: -math.inf < x < 0, "negative"),
-    "sigmoid_beta": (NUMBER, lambda x: 0 < x < math.inf, "positive"),
+    "sigmoid_alpha": (NUMBER, lambda x: -1e300 < x < 0, "negative"),
+    "sigmoid_beta": (NUMBER, lambda x: 0 < x < 1e300, "positive"),
 }
 
 

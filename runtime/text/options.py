@@ -206,19 +206,14 @@ def _is_ids(value: Any) -> bool:
     return _is_list_of(value, _is_id)
 
 
-_BAD_WORDS: Kind = (
-    lambda value: _is_list_of(value, lambda word: _is_ids(word) and len(word) > 0),
-    "a list of lists of token ids, none of them empty",
-)
+_BAD_WORDS: Kind = (lambda value: _is_list_of(value, _is_ids), "a list of lists of token ids")
 _GAMMA: Kind = (
     lambda value: is_whole(value) or (_is_text(value) and value in get_args(GammaName)),
     "an integer, auto or transformers",
 )
 _STOP: Kind = (
-    lambda value: _is_list_of(
-        [value] if _is_text(value) else value, lambda text: _is_text(text) and text != ""
-    ),
-    "a string or a list of strings, none of them empty",
+    lambda value: _is_text(value) or _is_list_of(value, _is_text),
+    "a string or a list of strings",
 )
 _SOURCE: Kind = (
     lambda value: isinstance(value, str | np.ndarray) or _is_ids(value),
@@ -232,13 +227,13 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "min_new_tokens": _FROM_0,
     "no_repeat_ngram_size": _FROM_0,
     "encoder_no_repeat_ngram_size": _FROM_0,
-    "bad_words_ids": (_BAD_WORDS,),
+    "bad_words_ids": (_BAD_WORDS, lambda words: all(map(len, words)), "lists that are not empty"),
     "seed": _FROM_0,
     "gamma": (_GAMMA, lambda value: isinstance(value, str) or value >= 0, "0 or more"),
     "fallback": (one_of("auto", "off"),),
     "draft_temperature": (NUMBER,),
     "draft_threshold": (NUMBER,),
-    "stop": (_STOP,),
+    "stop": (_STOP, lambda value: value != "" and "" not in [*value], "strings that are not empty"),
     "stop_token_ids": ((_is_ids, "a list of token ids"),),
     "ignore_eos": (FLAG,),
     "logprobs": _FROM_0,

@@ -185,6 +185,13 @@ def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Toke
         prompt = [{"role": "user", "content": prompt}]
     items = _items(prompt)
     if items and isinstance(items[0], Mapping):
+        if start is not None:
+            raise OutriderError(
+                "prompt",
+                f"messages are for decoder-only models, and the target is a "
+                f"{pair.target.architecture}",
+                "Pass source=..., or --source TEXT on the command line.",
+            )
         messages = cast(list[Message], items)
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})

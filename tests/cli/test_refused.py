@@ -67,7 +67,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--stream --baseline", "without streaming"),
         ("--baseline --gamma 0", "this run already decodes plainly"),
         ("--baseline --draft none", "this run already decodes plainly"),
-        ("--stop=", "stop=[''] (list) is not a string"),
+        ("--stop=", "stop=[''] is out of range"),
         ("--logit-bias 5", "'5' is not a token id and a number"),
         ("--logit-bias 5=1 --logit-bias 5=2", "--logit-bias names an id twice"),
         ("--corpus x --draft model", "--corpus is read only by the drafts ngram"),

@@ -103,9 +103,9 @@ def systems(
 
 
 def with_fewest_bits(chosen: Sequence[System]) -> list[System]:
-    """Of each peer, the modes in the precision with the fewest bits."""
-    fewest = {system.peer: system.precision for system in chosen}
-    return [system for system in chosen if system.precision == fewest[system.peer]]
+    """Of each peer, the modes in the precision with the fewest bits that has plain decoding."""
+    fewest = {system.peer: system.precision for system in chosen if system.mode == "plain"}
+    return [system for system in chosen if system.precision == fewest.get(system.peer)]
 
 
 @dataclass(frozen=True)
