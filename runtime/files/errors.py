@@ -74,11 +74,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 # What an option's value must be: a test, and its name.
 Kind = tuple[Callable[[Any], bool], str]
 INTEGER: Kind = is_whole, "an integer"
 NUMBER: Kind = is_number, "a number"
-STRING: Kind = (lambda value: isinstance(value, str)), "a string"
+STRING: Kind = is_text, "a string"
 # By its name: NumPy is not imported here.
 FLAG: Kind = (lambda value: type(value).__name__ in ("bool", "bool_")), "True or False"
 

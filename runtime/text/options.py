@@ -20,6 +20,7 @@ from ..files.errors import (
     Kind,
     OutriderError,
     check_value,
+    is_text,
     is_whole,
     one_of,
     refuse_first,
@@ -194,10 +195,6 @@ def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_id(value: Any) -> bool:
     return is_whole(value) and int(value) >= 0
 
@@ -208,11 +205,11 @@ def _is_ids(value: Any) -> bool:
 
 _BAD_WORDS: Kind = (lambda value: _is_list_of(value, _is_ids), "a list of lists of token ids")
 _GAMMA: Kind = (
-    lambda value: is_whole(value) or (_is_text(value) and value in get_args(GammaName)),
+    lambda value: is_whole(value) or (is_text(value) and value in get_args(GammaName)),
     "an integer, auto or transformers",
 )
 _STOP: Kind = (
-    lambda value: _is_text(value) or _is_list_of(value, _is_text),
+    lambda value: is_text(value) or _is_list_of(value, is_text),
     "a string or a list of strings",
 )
 _SOURCE: Kind = (

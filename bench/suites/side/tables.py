@@ -234,9 +234,9 @@ def _first_token_ratios(rows: Iterable[Row]) -> list[float]:
     each in its fastest precision, for each row."""
     found = []
     for row in rows:
-        firsts = [(name, x["first"]) for name, x in row.items() if name.endswith(" plain")]
-        own, others = ([x for name, x in firsts if name.startswith("outrider") is ours]
-                       for ours in (True, False))  # fmt: skip
+        firsts = {name: x["first"] for name, x in row.items() if name.endswith(" plain")}
+        own = [first for name, first in firsts.items() if name.startswith("outrider ")]
+        others = [first for name, first in firsts.items() if not name.startswith("outrider ")]
         if own and others:
             found.append(min(others) / min(own))
     return found
