@@ -28,6 +28,11 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
 _ENGINE_OPTIONS = {f.name for f in fields(Options)} - {"max_new_tokens", "chat", "processors"}
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
 _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
+# What Pydantic's messages do not say in one sentence.
+_FORMS = {
+    "prompt": "a text, a list of token ids, or a list of texts or of such lists",
+    "stream_options": '{"include_usage": true}',
+}
 _REMEDIES = {400: _JSON, 405: "Use POST, or GET for /v1/models and /health"}
 Requests = list[tuple[Any, Options]]
 
@@ -155,8 +160,8 @@ def _invalid(errors: Sequence[Any]) -> OutriderError:
         return OutriderError("option", "the body is not a JSON object", _JSON)
     if first["type"] == "missing":
         return OutriderError("option", f"{where[0]} is missing", "Add it")
-    same = [error for error in errors if error["loc"][1] == where[0]]  # one per type of a union
-    legal = dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in same)
-    name = ".".join(map(str, where if len(legal) == 1 else where[:1]))
-    cause = f"{name}={repr(first['input'])[:80]} is out of range"
-    return OutriderError("option", cause, f"{name} must be {' or '.join(legal)}")
+    name, legal = where[0], _FORMS.get(where[0])
+    if legal is None:
+        name, legal = ".".join(map(str, where)), first["msg"].removeprefix("Input should be ")
+    cause = f"{name}={repr(first['input'])[:80]} is not valid"
+    return OutriderError("option", cause, f"{name} must be {legal}")

@@ -328,11 +328,11 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         ("completions", r'{"model": "\ud800", "prompt": "x"}', r"model: \ud800 is not here. Use"),
         ("completions", {}, "option: prompt is missing. Add it."),
         ("completions", {"prompt": 5},
-         "option: prompt=5 is out of range. prompt must be a valid string or a valid list."),
+         "option: prompt=5 is not valid. prompt must be a text, a list of token ids, or a list of"),
         ("completions", {"prompt": "x", "n": 0},
-         "option: n=0 is out of range. n must be greater than or equal to 1."),
+         "option: n=0 is not valid. n must be greater than or equal to 1."),
         ("completions", {"prompt": "x", "max_tokens": True},
-         "option: max_tokens=True is out of range. max_tokens must be a valid integer."),
+         "option: max_tokens=True is not valid. max_tokens must be a valid integer."),
         ("completions", {"prompt": "x", "max_tokens": 0},
          "option: max_tokens=0 is out of range. max_tokens must be 1 or more."),
         ("completions", {"prompt": "x", "min_new_tokens": 50}, "option: min_new_tokens=50 exceeds "
@@ -346,7 +346,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
          "option: top_logprobs=9999 is out of range."),
         ("chat/completions", {"top_logprobs": 2}, "option: top_logprobs without logprobs. Set"),
         ("chat/completions", {"messages": [{}]}, "prompt: message 0 has no role. Send {"),
-        ("chat/completions", {"messages": ["hi", 5]}, "option: messages.0='hi' is out of range."),
+        ("chat/completions", {"messages": ["hi", 5]}, "option: messages.0='hi' is not valid."),
         ("nothing", {}, "route: Not Found. Use /v1/chat/completions, /v1/completions, /v1/models"),
     ],
 )  # fmt: skip
