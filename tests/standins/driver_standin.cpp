@@ -1,6 +1,7 @@
 // A CUDA driver without a GPU, for the TensorRT plugin: device memory is host memory; launches are
 // recorded and run at once. A separate library, plugins/cuda/emulate.cpp, runs the sampling
 // kernels; the two small kernels around them run here, thread by thread.
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <string>
