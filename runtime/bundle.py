@@ -14,7 +14,7 @@ from . import host
 from .backends.bits import Bits, promised_bits
 from .backends.registry import host_engine
 from .decoder import Decoder
-from .files.errors import INTEGER, OutriderError, check_value, refuse_first
+from .files.errors import INTEGER, PATH, OutriderError, check_value, refuse_first
 from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
@@ -79,6 +79,10 @@ def load(
     Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
     check_queue_options(queue, timeout)
+    files = {"table": table, "corpus": corpus, "chat_template": chat_template}
+    for name, path in files.items():
+        if path is not None:
+            check_value(name, path, PATH)
     template = None if chat_template is None else read_template(Path(chat_template))
     folder = Path(folder)
     with _detect_replacement(folder):

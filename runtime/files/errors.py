@@ -83,6 +83,7 @@ Kind = tuple[Callable[[Any], bool], str]
 INTEGER: Kind = is_whole, "an integer"
 NUMBER: Kind = is_number, "a number"
 STRING: Kind = is_text, "a string"
+PATH: Kind = (lambda value: isinstance(value, str | os.PathLike)), "a path"
 # By its name: NumPy is not imported here.
 FLAG: Kind = (lambda value: type(value).__name__ in ("bool", "bool_")), "True or False"
 

@@ -171,7 +171,9 @@ def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_options_of_another_type_are_refused(bundle: Path) -> None:
-    for name, value in ("threads", "a"), ("threads", 2.5), ("threads", True), ("device", 3):
+    paths = [(name, 5) for name in ("table", "corpus", "chat_template")]
+    threads = [("threads", value) for value in ("a", 2.5, True)]
+    for name, value in (*paths, *threads, ("device", 3)):
         nonsense: dict[str, Any] = {name: value}
         with pytest.raises(OutriderError, match=rf"option: {name}={value!r} (\(.*\) )?is"):
             load(bundle, **nonsense)
