@@ -80,6 +80,7 @@ def is_text(value: object) -> bool:
 
 # What an option's value must be: a test, and its name.
 Kind = tuple[Callable[[Any], bool], str]
+ValueRule = tuple[Kind] | tuple[Kind, Callable[[Any], bool], str]  # `check_value`'s last arguments
 INTEGER: Kind = is_whole, "an integer"
 NUMBER: Kind = is_number, "a number"
 STRING: Kind = is_text, "a string"

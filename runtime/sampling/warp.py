@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ..files.errors import (
     INTEGER,
     NUMBER,
-    Kind,
     OutriderError,
+    ValueRule,
     check_value,
     is_number,
     is_whole,
@@ -76,9 +76,7 @@ class SamplingParams:
             object.__setattr__(self, "seed", int(self.seed))
         for name, rule in _RULES.items():
             check_value(name, getattr(self, name), *rule)
-        pairs = dict(self.logit_bias).items()
-        bias = tuple(sorted((int(token), float(value)) for token, value in pairs))
-        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         refuse_first([
             (self.lenience != 1 and self.verify != "token",
              f"lenience={self.lenience!r} is not defined for verify={self.verify}",
@@ -102,20 +100,23 @@ class SamplingParams:
         return any((self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty))
 
 
-def _is_bias(value: Any) -> bool:
+def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """Biases as pairs in order of id. Raises OutriderError "option"."""
     try:
-        pairs = dict(value)
-        return len(pairs) == len(value) and all(  # two biases for one id are refused
-            is_whole(token) and 0 <= token < 2**31 and is_number(bias)
-            for token, bias in pairs.items()
+        pairs = [*dict(given).items()]
+        are_biases = len(pairs) == len(given) and all(  # two biases for one id are refused
+            is_whole(token) and 0 <= token < 2**31 and is_number(bias) for token, bias in pairs
         )
     except (TypeError, ValueError):  # neither a mapping nor pairs
-        return False
+        pairs, are_biases = [], False
+    check_value("logit_bias", given, (lambda _: are_biases, "token ids, each with a bias"),
+                lambda _: all(abs(bias) <= 100 for _, bias in pairs),
+                "biases from -100 to 100")  # fmt: skip
+    return tuple(sorted((int(token), float(bias)) for token, bias in pairs))
 
 
-_BIAS: Kind = _is_bias, "token ids, each with a bias"
-# What each field must be, as arguments of `check_value`.
-_RULES: dict[str, tuple[Any, ...]] = {
+# What the other fields must be.
+_RULES: dict[str, ValueRule] = {
     # The lower bound keeps logits / temperature finite in float32.
     "temperature": (NUMBER, lambda x: x == 0 or 1e-6 <= x <= 1e6, "0, or from 1e-6 to 1e6"),
     "top_k": (INTEGER, lambda x: x >= 0, "0 (off) or more"),
@@ -124,11 +125,6 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (NUMBER, lambda x: 1e-3 <= x <= 1e3, "from 0.001 to 1000; 1 is off"),
     "frequency_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
     "presence_penalty": (NUMBER, lambda x: abs(x) <= 2, "from -2 to 2; 0 is off"),
-    "logit_bias": (
-        _BIAS,
-        lambda x: all(abs(bias) <= 100 for bias in dict(x).values()),
-        "biases from -100 to 100",
-    ),
     "seed": (INTEGER, lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
     "verify": (one_of(*get_args(VerifyRule)),),
     "lenience": (NUMBER, lambda x: 0 < x <= 1, "in (0, 1]"),

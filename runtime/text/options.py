@@ -19,6 +19,7 @@ from ..files.errors import (
     STRING,
     Kind,
     OutriderError,
+    ValueRule,
     check_value,
     is_text,
     is_whole,
@@ -216,10 +217,9 @@ _SOURCE: Kind = (
     lambda value: isinstance(value, str | np.ndarray) or _is_ids(value),
     "a string, a list of token ids or an array of features",
 )
-_FROM_0 = (INTEGER, lambda value: value >= 0, "0 or more")
-# Fields that `SamplingParams` does not check, as arguments of `check_value`. None is legal where it
-# is the default.
-_RULES: dict[str, tuple[Any, ...]] = {
+_FROM_0: ValueRule = (INTEGER, lambda value: value >= 0, "0 or more")
+# Fields that `SamplingParams` does not check. None is legal where it is the default.
+_RULES: dict[str, ValueRule] = {
     "max_new_tokens": (INTEGER, lambda value: value >= 1, "1 or more"),
     "min_new_tokens": _FROM_0,
     "no_repeat_ngram_size": _FROM_0,
