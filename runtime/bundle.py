@@ -30,6 +30,7 @@ from .files.records import convert_read_errors
 from .sequence import Rounds
 from .text.chat import read_template
 from .text.engine import TextEngine
+from .text.requests import decoders_only
 from .text.slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, check_queue_options
 from .text.tokenizer import Tokenizer
 
@@ -283,12 +284,8 @@ def _tokenizer(manifest: Manifest, folder: Path, template: str | None) -> Tokeni
     """template: the source of a chat template that replaces the checkpoint's."""
     pair, facts = manifest.pair, manifest.pair.tokenizer
     if template is not None and pair.start_ids is not None:
-        raise OutriderError(
-            "option",
-            "chat templates are for decoder-only models, and the target is a "
-            f"{pair.target.architecture}",
-            "Leave chat_template out.",
-        )
+        cause = decoders_only("chat templates", pair)
+        raise OutriderError("option", cause, "Leave chat_template out.")
     if facts.chat_template and template is None:
         path = folder / "tokenizer" / TEMPLATE_FILE
         with convert_read_errors(path, f"Build it again: {manifest.rebuild_command(folder)}"):

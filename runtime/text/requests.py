@@ -34,6 +34,8 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from .engine import TextEngine
 
+_SOURCE_REMEDY = "Pass source=..., or --source TEXT on the command line."
+
 
 def make_request(
     engine: TextEngine, prompt: Prompt | None, options: Options
@@ -186,12 +188,7 @@ def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Toke
     items = _items(prompt)
     if items and isinstance(items[0], Mapping):
         if start is not None:
-            raise OutriderError(
-                "prompt",
-                f"messages are for decoder-only models, and the target is a "
-                f"{pair.target.architecture}",
-                "Pass source=..., or --source TEXT on the command line.",
-            )
+            raise OutriderError("prompt", decoders_only("messages", pair), _SOURCE_REMEDY)
         messages = cast(list[Message], items)
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})
@@ -205,6 +202,11 @@ def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Toke
         for name in ("system", "special_tokens")
     )  # fmt: skip
     return cast(list[int], items)
+
+
+def decoders_only(what: str, pair: Pair) -> str:
+    """Why an encoder-decoder refuses something."""
+    return f"{what} are for decoder-only models, and the target is a {pair.target.architecture}"
 
 
 def _items(prompt: Any) -> list[Any]:
@@ -246,8 +248,7 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
         )
     refuse_first([
         (options.chat or options.system is not None,
-         f"chat templates are for decoder-only models, and the target is a {architecture}",
-         "Leave chat and system out."),
+         decoders_only("chat templates", pair), "Leave chat and system out."),
         (options.encoder_no_repeat_ngram_size and pair.target.reads,
          "encoder_no_repeat_ngram_size applies to a source of tokens, and the target reads "
          "features", "Leave it out."),
@@ -260,7 +261,7 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
         raise OutriderError(
             "prompt",
             f"there is no source, and the target, a {architecture}, needs one",
-            "Pass source=..., or --source TEXT on the command line.",
+            _SOURCE_REMEDY,
         )
     if isinstance(source, np.ndarray) and (source.ndim != 1 or source.dtype.kind not in "iu"):
         raise OutriderError(
