@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.files.errors import OutriderError, first_line, importing
+from runtime.files.errors import OutriderError, convert_errors, importing
 from runtime.files.library import add_operators
 from runtime.files.manifest import (
     ENCODER_DECODERS,
@@ -70,18 +70,12 @@ def compile(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
-    try:
+    what = f"ONNX Runtime {ort.__version__} rejects the graph of {facts.source}"
+    with convert_errors("backend", what, "Install the pinned onnxruntime and build again."):
         ours = add_operators(options)
         graphs = (HOST_FILE,) if facts.has_host_weights else (GRAPH_FILE, HOST_FILE)
         for name in (*graphs, ENCODER_FILE) if facts.encoder else graphs:
             if name == HOST_FILE and not (ours and name in facts.files):
                 continue
             ort.InferenceSession(str(graph / name), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
-        raise OutriderError(
-            "backend",
-            f"ONNX Runtime {ort.__version__} rejects the graph of {facts.source}: "
-            + first_line(error),
-            "Install the pinned onnxruntime and build again.",
-        ) from None
     return to

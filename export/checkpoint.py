@@ -21,15 +21,16 @@ from transformers import (
     PretrainedConfig,
 )
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, convert_errors, first_line
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import file_facts
 from runtime.files.progress import note
 
 from .audio import features
 from .formats import awq, compressed, gguf, gptq, llamacpp, mxfp4
-from .formats.packed import Packed, unsupported
+from .formats.packed import DOWNLOAD, Packed, unsupported
 
+REMOVE = "Download the checkpoint again, or remove that file."  # the checkpoint does not need it
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
@@ -150,12 +151,11 @@ def find(name: str) -> Checkpoint:
 
 def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     """Read generation_config.json; None if there is none. Raises OutriderError "checkpoint"."""
-    if (checkpoint.path / "generation_config.json").is_file():
-        try:
-            return GenerationConfig.from_pretrained(checkpoint.path)
-        except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-            raise unreadable_file(checkpoint, "generation_config.json", first_line(error)) from None
-    return None
+    file = "generation_config.json"
+    if not (checkpoint.path / file).is_file():
+        return None
+    with convert_errors("checkpoint", f"{checkpoint.source}/{file} cannot be read", REMOVE):
+        return GenerationConfig.from_pretrained(checkpoint.path)
 
 
 def check_token_ids(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
@@ -165,36 +165,20 @@ def check_token_ids(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
         raise ValueError(f"generation_config names token {invalid[0]}, but the model has {width}")
 
 
-def unreadable_file(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
-    """The error for a damaged file that the checkpoint does not need."""
-    return OutriderError(
-        "checkpoint",
-        f"{checkpoint.source}/{file} cannot be read: {why}",
-        "Download the checkpoint again, or remove that file.",
-    )
-
-
 def _reads_audio(config: PretrainedConfig) -> bool:
     return bool(config.is_encoder_decoder) and type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 
 def _load_config(name: str, path: Path) -> PretrainedConfig:
     config: PretrainedConfig
-    try:
+    what = f"Transformers {transformers.__version__} cannot read {name}/config.json"
+    remedy = "Use a checkpoint of an architecture that this version knows."
+    with convert_errors("architecture", what, remedy):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         of_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if config.is_encoder_decoder and not of_text and not _reads_audio(config):
             raise architecture_error(name, config, "its encoder reads neither text nor audio")
         config.get_text_config(decoder=True)
-    except OutriderError:
-        raise
-    except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
-        raise OutriderError(
-            "architecture",
-            f"Transformers {transformers.__version__} cannot read {name}/config.json: "
-            + first_line(error),
-            "Use a checkpoint of an architecture that this version knows.",
-        ) from None
     return config
 
 
@@ -307,20 +291,10 @@ def _check_files(name: str, path: Path) -> None:
 def read_raw_config(name: str, path: Path) -> dict[str, Any]:
     """Read config.json as written, and refuse fields that Transformers would ignore or ask about.
     Raises OutriderError "checkpoint", "architecture"."""
-    try:
+    with convert_errors("checkpoint", f"{name}/config.json cannot be read", DOWNLOAD):
         raw_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise OutriderError(
-            "checkpoint",
-            f"{name}/config.json cannot be read: {first_line(error)}",
-            "Download the checkpoint again.",
-        ) from None
     if not isinstance(raw_config, dict):
-        raise OutriderError(
-            "checkpoint",
-            f"{name}/config.json is not a JSON object",
-            "Download the checkpoint again.",
-        )
+        raise OutriderError("checkpoint", f"{name}/config.json is not a JSON object", DOWNLOAD)
     names = raw_config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
         raise _invalid_field(name, "architectures", names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, convert_errors
 from runtime.files.generation import FeatureFacts
 from runtime.files.library import add_operators
 from runtime.files.manifest import (
@@ -143,20 +144,15 @@ def logits(
     if there is an encoder, as in `Reference`. Raises OutriderError "checkpoint" if the model does
     not run, or returns NaN or infinity."""
     result: torch.Tensor
-    try:
-        with torch.no_grad():
-            if len(sources):  # one by one, without padding
-                pairs = zip(sources, ids, strict=True)
-                inputs = [arguments(model, text[None], source) for source, text in pairs]
-            else:
-                inputs = [arguments(model, ids)]
-            result = torch.cat([model(**each, use_cache=False).logits for each in inputs])
-    except Exception as error:  # noqa: BLE001 - any model code may fail in any way
-        raise OutriderError(
-            "checkpoint",
-            f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
-            "Check that config.json belongs to these weights.",
-        ) from None
+    what = f"Transformers itself cannot run this {type(model).__name__}"
+    remedy = "Check that config.json belongs to these weights."
+    with convert_errors("checkpoint", what, remedy), torch.no_grad():
+        if len(sources):  # one by one, without padding
+            pairs = zip(sources, ids, strict=True)
+            inputs = [arguments(model, text[None], source) for source, text in pairs]
+        else:
+            inputs = [arguments(model, ids)]
+        result = torch.cat([model(**each, use_cache=False).logits for each in inputs])
     if not torch.isfinite(result).all():  # a bound computed from them would accept anything
         dtype = str(result.dtype).removeprefix("torch.")
         raise OutriderError(
@@ -326,15 +322,10 @@ class _Graph:
         options.add_session_config_entry("session.enable_quant_qdq", "0")
         if file.name != GRAPH_FILE:
             add_operators(options)
-        try:
+        with _run_errors(dtype):
             self._session = ort.InferenceSession(
-                str(file),
-                options,
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=left_out,
+                str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=left_out
             )
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
-            raise _cannot_run(dtype, error) from None
         kinds: dict[str, type[np.generic]] = {
             "tensor(float)": np.float32,
             "tensor(float16)": np.float16,
@@ -374,22 +365,22 @@ class _Graph:
             **self._source,
         }
         names = ["logits", *(f"{name}_out" for name in self._caches)]
-        try:
+        with _run_errors(self._dtype):
             logits, *updated = self._session.run(names, {**feeds, **self._caches})
-        except Exception as error:  # noqa: BLE001
-            raise _cannot_run(self._dtype, error) from None
         self._caches = dict(zip(self._caches, updated, strict=True))
         return np.asarray(logits)
 
 
-def _cannot_run(dtype: Dtype, error: Exception) -> OutriderError:
-    return OutriderError(
-        "backend",
-        f"ONNX Runtime cannot run the {dtype} graph: {first_line(error)}",
-        "Please report the architecture."
-        if dtype == "float32"
-        else "Build with DTYPE=float32; if that fails too, please report the architecture.",
-    )
+def report_remedy(dtype: Dtype) -> str:
+    """What to do about a graph that does not run, or is not correct."""
+    if dtype == "float32":
+        return "Please report the architecture."
+    return "Build with DTYPE=float32; if that fails too, please report the architecture."
+
+
+def _run_errors(dtype: Dtype) -> AbstractContextManager[None]:
+    what = f"ONNX Runtime cannot run the {dtype} graph"
+    return convert_errors("backend", what, report_remedy(dtype))
 
 
 class _Program:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from runtime.files.errors import (
     CommandParser,
     OutriderError,
+    convert_errors,
     defer_interrupts,
-    first_line,
     run_command,
 )
 from runtime.files.folders import replacing
@@ -48,14 +48,11 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
         raise OutriderError("checkpoint", f"{tokenizer_folder} is not a folder", remedy)
     own = tokenizer_folder / "tokenizer.json"  # a bundle has no other tokenizer file
     tokenizer: Any
-    try:
+    with convert_errors("checkpoint", f"cannot read the tokenizer in {tokenizer_folder}", remedy):
         if own.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(own))  # type: ignore[no-untyped-call]
         else:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the library may raise any class here
-        cause = f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}"
-        raise OutriderError("checkpoint", cause, remedy) from None
     vocabulary = tokenizer.get_vocab()
     ids: list[int] = []
     with stage("table", "count tokens") as progress:

@@ -424,14 +424,9 @@ def _compare(
         if result.max_difference is not None:
             progress.note = f"largest difference {result.describe()}{original.reference.remark}"
     if not result.passed:
-        raise OutriderError(
-            "difference",
-            f"the graph of {request.checkpoint.source} differs from the original by "
-            f"{result.describe()}",
-            "Please report the architecture."
-            if request.dtype == "float32"
-            else "Build with DTYPE=float32; if that fails too, please report the architecture.",
-        )
+        source, by = request.checkpoint.source, result.describe()
+        cause = f"the graph of {source} differs from the original by {by}"
+        raise OutriderError("difference", cause, compare.report_remedy(request.dtype))
     return result
 
 

@@ -9,19 +9,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, convert_errors, first_line
 from runtime.files.generation import AudioFacts, TextRules
 from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
 from runtime.files.records import build, digest_json
 
 from .audio import tokens
-from .checkpoint import (
-    Checkpoint,
-    check_token_ids,
-    generation_config,
-    read_raw_config,
-    unreadable_file,
-)
+from .checkpoint import REMOVE, Checkpoint, check_token_ids, generation_config, read_raw_config
 from .formats import gguf, gguf_tokenizer
 
 # Files that hold the tokens. Without any, Transformers makes up a tokenizer for some models.
@@ -200,14 +194,9 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
     config: Any = checkpoint.config
     if not checkpoint.gguf:
         config = read_raw_config(checkpoint.source, checkpoint.path)
-    try:
+    what = f"{checkpoint.source}/config.json cannot be read"
+    with convert_errors("checkpoint", what, "Correct it, or download the checkpoint again."):
         return GenerationConfig.from_model_config(config)
-    except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source}/config.json cannot be read: {first_line(error)}",
-            "Correct it, or download the checkpoint again.",
-        ) from None
 
 
 def text_rules(checkpoint: Checkpoint) -> TextRules | None:
@@ -219,16 +208,11 @@ def text_rules(checkpoint: Checkpoint) -> TextRules | None:
     values = {name: value for name, value in values.items() if value not in (None, 0, [])}
     if end is not None:
         values["forced_eos_token_id"] = end[0] if isinstance(end, list) and len(end) == 1 else end
-    try:
+    remedy = "Correct its generation_config.json or config.json, or download the checkpoint again."
+    with convert_errors("checkpoint", checkpoint.source, remedy):
         found: TextRules = build(TextRules, values, "generation_config")
         token_ids = [token for word in found.bad_words_ids or () for token in word]
         check_token_ids(checkpoint, [*token_ids, found.forced_eos_token_id or 0])
-    except (TypeError, ValueError) as error:
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source}: {first_line(error)}",
-            "Correct its generation_config.json or config.json, or download the checkpoint again.",
-        ) from None
     return found if values else None
 
 
@@ -309,17 +293,13 @@ def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -
     template, file = tokenizer.chat_template, "tokenizer_config.json"
     for name in _PROCESSOR_FILES:
         if template is None and (checkpoint.path / name).is_file():
-            template, file = _template_in(checkpoint, name), name
+            file = name
+            with convert_errors("checkpoint", f"{checkpoint.source}/{name} cannot be read", REMOVE):
+                content = json.loads((checkpoint.path / name).read_text(encoding="utf-8"))
+                template = content.get("chat_template")
     # Several named templates: the one called default is what apply_chat_template takes.
     template = template.get("default") if isinstance(template, dict) else template
     if template is None or isinstance(template, str):
         return template
-    raise unreadable_file(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
-
-
-def _template_in(checkpoint: Checkpoint, name: str) -> Any:
-    try:
-        found = json.loads((checkpoint.path / name).read_text(encoding="utf-8"))
-        return found.get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
-        raise unreadable_file(checkpoint, name, first_line(error)) from None
+    cause = f"{checkpoint.source}/{file} cannot be read: its chat_template is {repr(template)[:40]}"
+    raise OutriderError("checkpoint", cause, REMOVE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, GenerationConfig
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import convert_errors
 from runtime.files.generation import AudioFacts
 from runtime.files.records import TokenId, build
 
@@ -42,19 +43,15 @@ def initial_tokens(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[li
     """
     kind: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING[type(checkpoint.config)]
     retrieve = getattr(kind, "_retrieve_init_tokens", None)
-    if retrieve is None:
-        raise _transcription_error(
-            checkpoint, f"Transformers' {kind.__name__} does not define the first tokens"
-        )
     own: Any = copy.deepcopy(config)
     own.return_timestamps = False
-    try:
+    with _transcription_errors(checkpoint):
+        if retrieve is None:
+            raise TypeError(f"Transformers' {kind.__name__} does not define the first tokens")
         languages = getattr(config, "lang_to_id", None) or {}
         model = _LanguageDetector(build(dict[str, TokenId], languages, f"{_FILE}.lang_to_id"))
         (ids,) = retrieve(model, None, 1, own, checkpoint.config, 0, {}).tolist()
         check_token_ids(checkpoint, ids)
-    except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-        raise _transcription_error(checkpoint, first_line(error)) from None
     return ids, model.was_asked
 
 
@@ -76,13 +73,11 @@ def audio_facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
         "language_detected": detected,
         "language_names": {n: c for n, c in TO_LANGUAGE_CODE.items() if c in codes} or None,
     }
-    try:
+    with _transcription_errors(checkpoint):
         found: AudioFacts = build(AudioFacts, values, _FILE)
         check_token_ids(checkpoint, found.tokens())
-    except (TypeError, ValueError) as error:
-        raise _transcription_error(checkpoint, first_line(error)) from None
     return replace(found, max_length=min(found.max_length, checkpoint.max_len))
 
 
-def _transcription_error(checkpoint: Checkpoint, what: str) -> OutriderError:
-    return OutriderError("checkpoint", f"{checkpoint.source} cannot transcribe: {what}", _REMEDY)
+def _transcription_errors(checkpoint: Checkpoint) -> AbstractContextManager[None]:
+    return convert_errors("checkpoint", f"{checkpoint.source} cannot transcribe", _REMEDY)

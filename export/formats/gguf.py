@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from transformers.integrations.gguf import dequant, reader
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError
 
-from .packed import Lazy, Levels, damaged, unsupported
+from .packed import Lazy, Levels, damage, damaged, unsupported
 
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 7, 8, 12, 13, 14
@@ -66,7 +66,7 @@ def locate(name: str, path: Path) -> Path | None:
 def read(name: str, path: Path) -> GgufFile:
     """Read the header. Raises OutriderError "checkpoint" if the file is not GGUF, is one of several
     parts, is truncated, or has tensors of an unsupported type."""
-    try:
+    with damage(name, "it cannot be read as GGUF"):
         content: npt.NDArray[np.uint8] = np.memmap(path, mode="c", dtype=np.uint8)
         # Not `GgufHeader`, which refuses Q5_0 and Q5_1.
         metadata, count, position = reader._read_metadata(content, name, (TOKENS,))
@@ -74,8 +74,6 @@ def read(name: str, path: Path) -> GgufFile:
         alignment = int(metadata.get("general.alignment", 32))
         begin = -(-position // alignment) * alignment
         parts = int(metadata.get("split.count", 1))
-    except Exception as error:  # noqa: BLE001 - for damaged bytes: struct's, Unicode's, NumPy's
-        raise damaged(name, f"it cannot be read as GGUF: {first_line(error)}") from None
     if parts > 1:
         raise OutriderError(
             "checkpoint",

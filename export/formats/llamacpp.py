@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError
 
 from .families import FAMILIES, KEYS, LAYER, TENSORS, Family
 from .gguf import TOKENS, GgufFile
-from .packed import Lazy, Packed, PackedModule, Reordered, damaged, packed_modules
+from .packed import Lazy, Packed, PackedModule, Reordered, damage, damaged, packed_modules
 
 _DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings"}
 _NEUTRAL = (0, "", "none")
@@ -81,7 +81,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
     embedding = _find_tensor(name, file, "token_embd.weight")
     tensor_names = file.tensors.keys()
     config: PretrainedConfig
-    try:
+    with damage(name, "its metadata is not valid"):
         config = AutoConfig.for_model(
             family.model_type,
             **fields,
@@ -95,8 +95,6 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             eos_token_id=_end_token_ids(file) or None,
             pad_token_id=None,
         )
-    except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
-        raise damaged(name, f"its metadata is not valid: {first_line(error)}") from None
     if _ROPE_FACTORS in tensor_names:
         if rope.keys() != {"rope_type", "rope_theta"}:
             raise _lost_metadata(name, f"{_ROPE_FACTORS} beside another kind of rotary embedding")

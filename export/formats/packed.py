@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, convert_errors
 
 # Transformers loads with several threads, and unpacking takes several times a tensor's memory.
 _LOCK = threading.RLock()
+DOWNLOAD = "Download the checkpoint again."
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -122,21 +125,24 @@ def unsupported(name: str, what: str) -> OutriderError:
 
 
 def damaged(name: str, what: str) -> OutriderError:
-    return OutriderError("checkpoint", f"{name}: {what}", "Download the checkpoint again.")
+    return OutriderError("checkpoint", f"{name}: {what}", DOWNLOAD)
+
+
+def damage(name: str, what: str) -> AbstractContextManager[None]:
+    """Converts what a library raises about a damaged file."""
+    return convert_errors("checkpoint", f"{name}: {what}", DOWNLOAD)
 
 
 def read_folder(name: str, folder: Path) -> dict[str, Lazy]:
     """All tensors of the folder's safetensors files, by name, unread."""
     found: dict[str, Lazy] = {}
     for path in _files(name, folder):
-        try:
+        with damage(name, f"{path.name} cannot be read"):
             file: Any = safe_open(path, framework="pt")
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(key)
-                read = _reader(file, key)
+                read = partial(file.get_tensor, key)
                 found[key] = Lazy(read, tuple(view.get_shape()), view.get_dtype())
-        except Exception as error:  # noqa: BLE001 - safetensors raises its own, and OSError
-            raise damaged(name, f"{path.name} cannot be read: {first_line(error)}") from None
     return found
 
 
@@ -204,19 +210,13 @@ def read_packed(
     return tensors
 
 
-def _reader(file: Any, key: str) -> Callable[[], torch.Tensor]:
-    return lambda: file.get_tensor(key)
-
-
 def _files(name: str, folder: Path) -> list[Path]:
     """The safetensors files of the index if there is one, else the only file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
+        with damage(name, f"{index.name} cannot be read"):
             shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            return [folder / str(shard) for shard in shards]
-        except Exception as error:  # noqa: BLE001 - the index may be anything
-            raise damaged(name, f"{index.name} cannot be read: {first_line(error)}") from None
+        return [folder / str(shard) for shard in shards]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise OutriderError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line, importing
+from ..files.errors import OutriderError, convert_errors, first_line, importing
 from .mel import Samples
 
 if TYPE_CHECKING:
@@ -106,11 +106,9 @@ class Recording:
     def _resample(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
         with importing("soxr", _INSTALL_REMEDY):
             import soxr
-        try:
+        what = f"{self.name} has {rate} samples per second"
+        with convert_errors("prompt", what, _FORMAT_REMEDY):
             stream = soxr.ResampleStream(rate, self.rate, 1, dtype="float32")
-        except (RuntimeError, ValueError) as error:
-            cause = f"{self.name} has {rate} samples per second: {first_line(error)}"
-            raise OutriderError("prompt", cause, _FORMAT_REMEDY) from None
         for piece in pieces:
             yield stream.resample_chunk(piece)
         yield stream.resample_chunk(np.empty(0, np.float32), last=True)

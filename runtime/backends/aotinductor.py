@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
-from ..files.errors import OutriderError, first_line, importing
+from ..files.errors import OutriderError, convert_errors, importing
 from ..files.manifest import (
     ENCODER_PACKAGE_FILE,
     PACKAGE_FILE,
@@ -113,15 +113,10 @@ def load_weights(
     return loaded, read
 
 
-@contextmanager
-def translate_load_errors(folder: Path, remedy: str) -> Iterator[None]:
-    """Raise OutriderError "backend" if anything within fails: the package cannot be loaded."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - torch passes on what its C++ code throws
-        version = import_torch().__version__
-        cause = f"torch {version} cannot load the code in {folder}: {first_line(error)}"
-        raise OutriderError("backend", cause, remedy) from None
+def load_errors(folder: Path, remedy: str) -> AbstractContextManager[None]:
+    """Converts what torch's C++ code throws if a package cannot be loaded."""
+    what = f"torch {import_torch().__version__} cannot load the code in {folder}"
+    return convert_errors("backend", what, remedy)
 
 
 class AotiEngine(HostEngine[Call]):
@@ -131,7 +126,7 @@ class AotiEngine(HostEngine[Call]):
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         self._torch, self._threads = import_torch(), threads
-        with translate_load_errors(folder, "Build the bundle again."):
+        with load_errors(folder, "Build the bundle again."):
             self._loader = Package(folder)
             self._encoder = Package(folder, encoder=True) if facts.encoder else None
         self.weights = self._loader.weights
@@ -274,7 +269,7 @@ class AotiCudaEngine(PreparedEngine):
         self._dtype = getattr(self._torch, facts.dtype)
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by (first slot, slot count)
         remedy = "Build the bundle again, on this machine, or free some memory of the GPU."
-        with translate_load_errors(folder, remedy):
+        with load_errors(folder, remedy):
             self.gpu = self._gpu_class.of(self.cuda, self.stream)
             self._loader = Package(folder, self.gpu.index, self.gpu.device)
         self.weights = self._loader.weights

@@ -156,6 +156,18 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def convert_errors(kind: str, what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises in the block into an OutriderError: `what`, and the library's
+    reason. OutriderErrors and a lack of memory pass."""
+    try:
+        yield
+    except (OutriderError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - libraries raise anything
+        raise OutriderError(kind, f"{what}: {first_line(error)}", remedy) from None
+
+
+@contextmanager
 def attribute_errors_to(what: str) -> Iterator[None]:
     """Turn errors of a host application's own code into OutriderError "option". what: the code that
     is to blame."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, convert_errors
 from .chat import ChatTemplate
 from .literal import LiteralTokenizer
 
@@ -45,14 +45,9 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] = MappingProxyType({}),
     ):
-        try:
+        what = f"cannot read the tokenizer {path}"
+        with convert_errors("bundle", what, "Build the bundle again"):
             self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-            raise OutriderError(
-                "bundle",
-                f"cannot read the tokenizer {path}: {first_line(error)}",
-                "Build the bundle again",
-            ) from None
         # A saved file may include the padding and truncation of the training run.
         self._model.no_truncation()
         self._model.no_padding()
