@@ -25,48 +25,30 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
     )
     add = parser.add_argument
+    # fmt: off
     add("--graphs", type=Path, help="folder of graphs that `python -m export` wrote")
     add("--out", type=Path, help="folder of the bundle to write")
-    add(
-        "--backend",
-        default="onnxruntime",
-        help=f"library that runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
-    )
+    add("--backend", default="onnxruntime",
+        help=f"library that runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)")
     add("--slots", type=int, default=1, help="number of concurrent sequences (default: 1)")
-    add(
-        "--sm",
-        default="",
+    add("--sm", default="",
         help="GPU architectures that tensorrt_rtx builds for, such as 80,89 (default: those of "
-        "this machine's GPUs, or all that are supported if it has none)",
-    )
-    add(
-        "--opt-level",
-        type=int,
+        "this machine's GPUs, or all that are supported if it has none)")
+    add("--opt-level", type=int,
         help="TensorRT's optimisation level, 0 to 5: how long it searches for faster kernels "
-        "(default: the library's own)",
-    )
-    add(
-        "--supports",
-        nargs="+",
-        metavar=("DTYPE", "WEIGHTS"),
+        "(default: the library's own)")
+    add("--supports", nargs="+", metavar=("DTYPE", "WEIGHTS"),
         help="build nothing; check that the backend runs graphs of this precision, with these "
         "weight types of target and draft, and with --out that the bundle can be written there; "
         "print all weight types that the backend runs, and whether it runs encoder-decoders and "
-        "recurrent states",
-    )
-    add(
-        "--cache-type",
-        choices=["full", *get_args(Cache)],
-        help="with --supports, also check this type of the keys and values",
-    )
-    add(
-        "--no-measure",
-        action="store_false",
-        dest="measure",
+        "recurrent states")
+    add("--cache-type", choices=["full", *get_args(Cache)],
+        help="with --supports, also check this type of the keys and values")
+    add("--no-measure", action="store_false", dest="measure",
         help="do not measure what the bitwise results depend on; the bundle then promises no "
-        "reproducibility",
-    )
+        "reproducibility")
     add("--force", action="store_true", help="rebuild even if nothing changed")
+    # fmt: on
     return parser
 
 

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from runtime.files.errors import CommandParser, defer_interrupts, positive_int, run_command
-from runtime.files.manifest import (
-    ENCODER_DECODERS,
-    RECURRENT_STATES,
-    Cache,
-    Dtype,
-    Format,
-    Weights,
-)
+from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES, Cache, Dtype, Format, Weights
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -36,101 +29,51 @@ WEIGHTS = ["full", *get_args(Weights)]
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m export",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    parser = CommandParser(prog="python -m export", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="target model: a folder, a GGUF file, or a name on the Hugging Face hub",
-    )
-    add(
-        "--draft",
-        default="none",
+    # fmt: off
+    add("--model", required=True,
+        help="target model: a folder, a GGUF file, or a name on the Hugging Face hub")
+    add("--draft", default="none",
         help="draft model, in any form that --model takes; self for a 4-bit copy of the target; "
-        "ngram for lookups in the text; or none (default: none)",
-    )
+        "ngram for lookups in the text; or none (default: none)")
     add("--out", required=True, type=Path, help="output folder")
-    add(
-        "--dtype",
-        default="float32",
-        choices=get_args(Dtype),
+    add("--dtype", default="float32", choices=get_args(Dtype),
         help="precision of activations, cache and unquantised weights (default: float32, the "
-        "right choice for CPUs)",
-    )
-    add(
-        "--weights",
-        choices=WEIGHTS,
+        "right choice for CPUs)")
+    add("--weights", choices=WEIGHTS,
         help="precision of the target's matrices: 8 or 4 bits, float8 (GPUs only), or full for "
-        "that of --dtype (default: full; int4 or int8 for a checkpoint quantised to 4 or 8 bits)",
-    )
-    add(
-        "--bits",
-        type=float,
-        metavar="B",
+        "that of --dtype (default: full; int4 or int8 for a checkpoint quantised to 4 or 8 bits)")
+    add("--bits", type=float, metavar="B",
         help="maximum average bits per weight of an int4 target, scales included, 4.5 to 8.5: the "
         "matrices where 4 bits lose the most quality get 8 (default: as many bytes per step as "
-        "with 8 bits for the output matrix alone)",
-    )
-    add(
-        "--draft-weights",
-        choices=WEIGHTS,
+        "with 8 bits for the output matrix alone)")
+    add("--draft-weights", choices=WEIGHTS,
         help="precision of the draft's matrices (default: that of the target; int4 for --draft "
-        "self)",
-    )
-    add(
-        "--backend-runs",
-        type=str.split,
+        "self)")
+    add("--backend-runs", type=str.split, metavar="KINDS",
         default=" ".join([*WEIGHTS, ENCODER_DECODERS, RECURRENT_STATES]),
-        metavar="KINDS",
         help="kinds of weights that the backend runs, and whether it runs encoder-decoders and "
         "recurrent states, as printed by python -m engines --supports; anything else is refused "
-        "before the export (default: all)",
-    )
-    add(
-        "--cache-type",
-        choices=["full", *get_args(Cache)],
-        default="full",
+        "before the export (default: all)")
+    add("--cache-type", choices=["full", *get_args(Cache)], default="full",
         help="precision of keys and values: int8 for cheaper attention over long texts (ONNX "
-        "Runtime on the CPU only), or full for that of --dtype (default: full)",
-    )
-    add(
-        "--text",
-        type=Path,
-        metavar="FILE",
+        "Runtime on the CPU only), or full for that of --dtype (default: full)")
+    add("--text", type=Path, metavar="FILE",
         help="text to measure the quality of quantised weights on (default: text that the model "
-        "generates)",
-    )
-    add(
-        "--max-len",
-        type=positive_int,
+        "generates)")
+    add("--max-len", type=positive_int,
         help="maximum length of prompt plus output, in tokens (default: 2048, or the target's "
-        "context if shorter)",
-    )
-    add(
-        "--max-gamma",
-        type=positive_int,
-        default=8,
-        help="maximum number of draft tokens per round, up to 64 (default: 8)",
-    )
-    add(
-        "--format",
-        dest="form",
-        default="onnx",
-        choices=get_args(Format),
+        "context if shorter)")
+    add("--max-gamma", type=positive_int, default=8,
+        help="maximum number of draft tokens per round, up to 64 (default: 8)")
+    add("--format", dest="form", default="onnx", choices=get_args(Format),
         help="format of the graphs: torch for --backend aotinductor, onnx for all others (default: "
-        "onnx)",
-    )
-    add(
-        "--cache",
-        type=Path,
-        default=Path("build/.cache"),
-        help="folder that keeps finished models for later exports (default: build/.cache)",
-    )
+        "onnx)")
+    add("--cache", type=Path, default=Path("build/.cache"),
+        help="folder that keeps finished models for later exports (default: build/.cache)")
     add("--force", action="store_true", help="export again even if the model is in the cache")
+    # fmt: on
     return parser
 
 
