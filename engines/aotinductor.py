@@ -141,17 +141,16 @@ def _check_gpu_tools() -> None:
 
 
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, targets: list[str], level: int | None
 ) -> dict[str, EngineFacts]:
     """One engine for all shapes: B, N, K and S are dynamic."""
-    present = targets(sm, models["target"].dtype)
     return {
         role: EngineFacts(
             key=engine_key(
-                graph=dataclasses.asdict(facts), targets=present, versions=versions(), config=CONFIG
+                graph=dataclasses.asdict(facts), targets=targets, versions=versions(), config=CONFIG
             ),
             file=PACKAGE_FILE,
-            targets=present,
+            targets=targets,
             profiles=[],
             weights=WEIGHTS_FILE,
             encoder=ENCODER_PACKAGE_FILE if facts.encoder else None,

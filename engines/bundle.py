@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from runtime.files import records
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import finalize_file, place_file, replacing, write_folder
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
@@ -60,32 +60,28 @@ def build(
     pair = read_pair(graphs)
     models = dict(pair.models())
     features = supported_features(backend, pair.target.dtype, sm)
-    if pair.start_ids is not None and ENCODER_DECODERS not in features:
-        raise OutriderError(
-            "backend",
-            f"the backend {backend} does not run encoder-decoders such as {pair.target.source} "
-            f"with DTYPE={pair.target.dtype} in this version",
-            "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
-        )
-    if any(facts.states for facts in models.values()) and RECURRENT_STATES not in features:
-        raise OutriderError(
-            "backend",
-            f"the backend {backend} does not run models with a recurrent state, such as "
-            f"{pair.target.source}, in this version",
-            "Use BACKEND=onnxruntime.",
-        )
+    has_states = any(facts.states for facts in models.values())
+    refuse_first([
+        (pair.start_ids is not None and ENCODER_DECODERS not in features,
+         f"the backend {backend} does not run encoder-decoders such as {pair.target.source} with "
+         f"DTYPE={pair.target.dtype} in this version",
+         "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu."),
+        (has_states and RECURRENT_STATES not in features,
+         f"the backend {backend} does not run models with a recurrent state, such as "
+         f"{pair.target.source}, in this version",
+         "Use BACKEND=onnxruntime."),
+    ], "backend")  # fmt: skip
     weights = [facts.weights or "full" for facts in models.values()]
-    check_backend(backend, pair.target.dtype, sm, level, weights)
+    targets = check_backend(backend, pair.target.dtype, sm, level, weights)
     builder = find_backend(backend)
-    for facts in models.values():
-        if facts.format != builder.FORMAT:
-            raise OutriderError(
-                "backend",
-                f"the backend {backend} builds from {builder.FORMAT} graphs, but {graphs} has "
-                f"{facts.format} graphs",
-                f"Export the checkpoints again, with --format {builder.FORMAT}.",
-            )
-    engines = builder.plan(models, slots, pair.max_gamma, sm, level)
+    if wrong := {facts.format for facts in models.values()} - {builder.FORMAT}:
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} builds from {builder.FORMAT} graphs, but {graphs} has "
+            f"{wrong.pop()} graphs",
+            f"Export the checkpoints again, with --format {builder.FORMAT}.",
+        )
+    engines = builder.plan(models, slots, pair.max_gamma, targets, level)
     planned = Manifest(
         name=out.name,
         backend=backend,

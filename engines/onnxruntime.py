@@ -49,7 +49,7 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
 
 
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, targets: list[str], level: int | None
 ) -> None:
     """Nothing to compile: the bundle holds the graphs."""
 

@@ -36,14 +36,11 @@ class Backend(Protocol):
         precision and these weight types can be built for them."""
 
     def plan(
-        self,
-        models: dict[str, GraphFacts],
-        slots: int,
-        max_gamma: int,
-        sm: str,
+        self, models: dict[str, GraphFacts], slots: int, max_gamma: int, targets: list[str],
         level: int | None,
-    ) -> dict[str, EngineFacts] | None:
-        """The engines to compile, by role; None if the graphs themselves are the engines."""
+    ) -> dict[str, EngineFacts] | None:  # fmt: skip
+        """The engines to compile, by role; None if the graphs themselves are the engines. targets:
+        what `targets` returned."""
 
     def compile(
         self, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None

@@ -21,7 +21,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from runtime.files.errors import OutriderError, convert_errors, first_line
+from runtime.files.errors import OutriderError, convert_errors, first_line, refuse_first
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import file_facts
 from runtime.files.progress import note
@@ -248,28 +248,18 @@ def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
 def _check_files(name: str, path: Path) -> None:
     """Raise OutriderError "checkpoint" unless the folder holds a complete, readable model."""
     weights = weight_files(path)
-    if any(file for pattern in _ADAPTER for file in path.glob(pattern)):
-        raise OutriderError(
-            "checkpoint",
-            f"{name} has a PEFT adapter beside its weights, so which of the two to use is ambiguous"
-            if weights
-            else f"{name} is a PEFT adapter, not a complete model",
-            "Merge the adapter first (merge_and_unload), or move its adapter_* files away."
-            if weights
-            else "Merge the adapter first: load it with its base model, merge_and_unload, save.",
-        )
-    if not (path / "config.json").is_file():
-        raise OutriderError(
-            "checkpoint",
-            f"{name} has no config.json",
-            "Point MODEL and DRAFT at a folder in the Hugging Face layout.",
-        )
-    if not weights:
-        raise OutriderError(
-            "checkpoint",
-            f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
-            "Download the checkpoint completely.",
-        )
+    has_adapter = any(file for pattern in _ADAPTER for file in path.glob(pattern))
+    refuse_first([
+        (has_adapter and weights,
+         f"{name} has a PEFT adapter beside its weights, so which of the two to use is ambiguous",
+         "Merge the adapter first (merge_and_unload), or move its adapter_* files away."),
+        (has_adapter, f"{name} is a PEFT adapter, not a complete model",
+         "Merge the adapter first: load it with its base model, merge_and_unload, save."),
+        (not (path / "config.json").is_file(), f"{name} has no config.json",
+         "Point MODEL and DRAFT at a folder in the Hugging Face layout."),
+        (not weights, f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
+         "Download the checkpoint completely."),
+    ], "checkpoint")  # fmt: skip
     for file in (path / "config.json", *weights, *path.glob("tokenizer*.*")):
         try:
             with file.open("rb") as content:

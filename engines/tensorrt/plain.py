@@ -55,10 +55,9 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
 
 
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, targets: list[str], level: int | None
 ) -> dict[str, EngineFacts]:
-    gpus = targets(sm, models["target"].dtype)
-    return builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
+    return builder.plan(ENGINE_FILE, models, slots, max_gamma, targets, versions(), level)
 
 
 def compile(

@@ -57,11 +57,11 @@ class OutriderError(Exception):
         return EXIT_STATUS[self.kind]
 
 
-def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
-    """Raise OutriderError "option" for the first (broken, cause, remedy) that is broken."""
+def refuse_first(rules: Iterable[tuple[object, str, str]], kind: str = "option") -> None:
+    """Raise an OutriderError for the first (broken, cause, remedy) that is broken."""
     for broken, cause, remedy in rules:
         if broken:
-            raise OutriderError("option", cause, remedy)
+            raise OutriderError(kind, cause, remedy)
 
 
 def is_whole(value: object) -> bool:

@@ -84,7 +84,8 @@ def _compile(
     place = folder / "bundle" / role
     try:
         facts = write_graph(shape, length, capacity, place, f"{SOURCE} {name}", folder / role)
-        plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
+        targets = aotinductor.targets(sm, facts.dtype)
+        plan = aotinductor.plan({role: facts}, 1, MAX_GAMMA, targets, None)
         return facts, aotinductor.compile(role, place, place, facts, plan[role])
     except OutriderError as error:
         print_tracebacks(error)  # the traceback is not sent to the parent
