@@ -124,15 +124,10 @@ def plan_draw(
 ) -> Plan:
     """Plan the draw of one draft step. logits: device addresses, with rows aligned to their type
     or, for speed, to 16 bytes. Raises ValueError if outrider.h forbids the arguments."""
-    library, plan = library or kernel.load(), Plan()
-    status = library.outrider_device_plan_draw(
-        ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, uniforms,
-        buffers.drafts, buffers.rows, buffers.verdicts, buffers.workspace,
-        workspace_size(sizes, library), ctypes.byref(plan),
+    return _plan(
+        "outrider_device_plan_draw", sizes, library, ctypes.byref(logits), buffers.slots, step,
+        uniforms, buffers.drafts, buffers.rows, buffers.verdicts, buffers.workspace,
     )  # fmt: skip
-    if status:
-        raise ValueError(kernel.status_text(library, status))
-    return plan
 
 
 def plan_verify(
@@ -145,14 +140,18 @@ def plan_verify(
     library: ctypes.CDLL | None = None,
 ) -> Plan:
     """Plan the verification of a round. Raises ValueError if outrider.h forbids the arguments."""
-    library, plan = library or kernel.load(), Plan()
-    rows = ctypes.byref(draft) if draft else None
-    status = library.outrider_device_plan_verify(
-        ctypes.byref(sizes), ctypes.byref(target), rows, buffers.slots, uniforms,
-        buffers.drafts, buffers.rows, buffers.verdicts, buffers.ratios, buffers.workspace,
-        workspace_size(sizes, library), ctypes.byref(plan),
+    return _plan(
+        "outrider_device_plan_verify", sizes, library, ctypes.byref(target),
+        ctypes.byref(draft) if draft else None, buffers.slots, uniforms, buffers.drafts,
+        buffers.rows, buffers.verdicts, buffers.ratios, buffers.workspace,
     )  # fmt: skip
-    if status:
+
+
+def _plan(name: str, sizes: KernelSizes, library: ctypes.CDLL | None, *arguments: Any) -> Plan:
+    library, plan = library or kernel.load(), Plan()
+    make_plan = getattr(library, name)
+    size = workspace_size(sizes, library)
+    if status := make_plan(ctypes.byref(sizes), *arguments, size, ctypes.byref(plan)):
         raise ValueError(kernel.status_text(library, status))
     return plan
 
@@ -217,12 +216,7 @@ class Device(Cuda):
         self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(loop), stream)
 
     def _launch(
-        self,
-        kernel: bytes,
-        grid: tuple[int, ...],
-        block: int,
-        parameter: int,
-        stream: int,
+        self, kernel: bytes, grid: tuple[int, ...], block: int, parameter: int, stream: int
     ) -> None:
         """Launch a kernel. parameter: the address of its only parameter, passed by value."""
         assert kernel in self._kernels, kernel
