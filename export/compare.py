@@ -18,13 +18,7 @@ from transformers import PreTrainedModel
 from runtime.files.errors import OutriderError, convert_errors
 from runtime.files.generation import FeatureFacts
 from runtime.files.library import add_operators
-from runtime.files.manifest import (
-    ENCODER_FILE,
-    GRAPH_FILE,
-    ORT_LEFT_OUT,
-    Cache,
-    Dtype,
-)
+from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE, ORT_LEFT_OUT, Cache, Dtype
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 from .encoder import STATES, arguments, encoder_states
@@ -197,24 +191,21 @@ def compare(
     if dtype == "float16" and not is_torch and _crashes(folder):
         summary = "not run: ONNX Runtime crashes when it loads this float16 graph"
         return Comparison(None, tolerance, summary)
-    rows = original.ids.shape[1] + 8
-    summary = (
-        f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
-    )
+    length = original.ids.shape[1]
+    summary = f"{length} tokens, 2 slots: prefill, steps, roll-back{original.remark}"
 
     def compare_with(
         expected: Reference, allowances: npt.NDArray[np.float32], summary: str
     ) -> Comparison:
-        graph = _Program(folder, rows) if is_torch else _Graph(folder / file, rows, dtype)
+        graph = (
+            _Program(folder, length + 8) if is_torch else _Graph(folder / file, length + 8, dtype)
+        )
         if expected.sources:
             graph.encode_sources(expected.sources)
         differences, calls = _differences(graph, expected)
         computed = differences >= 0
-        differences, allowances, calls = (
-            differences[computed],
-            allowances[computed],
-            calls[computed],
-        )
+        differences, calls = differences[computed], calls[computed]
+        allowances = allowances[computed]
         allowed = tolerance * (1 + float(np.abs(expected.logits).max()))
         mean = float(differences.mean()), float(allowances.mean()) + allowed
         bound = float(allowances.max()) + allowed

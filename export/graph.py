@@ -266,10 +266,7 @@ def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
 
     shape = tensor.shape.numpy()
     return ir.LazyTensor(
-        materialise,
-        dtype=tensor.dtype,
-        shape=ir.Shape([shape[i] for i in permutation]),
-        name=name,
+        materialise, dtype=tensor.dtype, shape=ir.Shape([shape[i] for i in permutation]), name=name
     )
 
 

@@ -222,11 +222,9 @@ def _make_parts(
 ) -> Parts:
     """Make each model's graph, or find it in the cache. Raises OutriderError "option", and as
     `part.make`."""
-    text_ids = (
-        _text_ids(options.text, tokenizer, _smallest_vocab_size(models))
-        if options.text is not None
-        else None
-    )
+    text_ids = None
+    if options.text is not None:
+        text_ids = _text_ids(options.text, tokenizer, _smallest_vocab_size(models))
     capacity = slot_rows(lengths["target"], options.max_gamma)
     same_encoders = (
         "draft" in models and models["target"].has_encoder and has_same_encoder(*models.values())

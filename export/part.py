@@ -441,9 +441,8 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     need = numbers * width // 8
     if request.weights:
         text = checkpoint.text_config
-        table = min(
-            numbers, text.vocab_size * getattr(text, "hidden_size", 0)
-        )  # dense, for ONNX's Gather
+        # Dense, for ONNX's Gather.
+        table = min(numbers, text.vocab_size * getattr(text, "hidden_size", 0))
         bits_per_number = 4 if request.weights == "int4" else 8
         bits = int(table * 8 + (numbers - table) * (request.bits or bits_per_number))
         # The width of their scales, in bits.

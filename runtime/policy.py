@@ -19,10 +19,7 @@ from .costs import PRIOR_ACCEPTANCE, PRIOR_WEIGHT, Costs, EarlierTexts, RoundCos
 DECAY = 0.96  # factor by which earlier observations fade with every round
 ROUNDS_PER_CHOICE = 8  # rounds for which a choice is kept
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
-LOSS_ALLOWANCE, LOSS_RATE = (
-    3.0,
-    0.03,
-)  # what a text may lose: plain steps, and plain steps per token
+LOSS_ALLOWANCE, LOSS_RATE = 3.0, 0.03  # what a text may lose: plain steps, and those per token
 
 
 class Policy(Protocol):
@@ -38,12 +35,7 @@ class Policy(Protocol):
 
 
 def make_policy(
-    gamma: int | str,
-    costs: Costs,
-    max_gamma: int,
-    *,
-    fallback: bool,
-    settings: Hashable = None,
+    gamma: int | str, costs: Costs, max_gamma: int, *, fallback: bool, settings: Hashable = None
 ) -> Policy:
     """Make a policy. gamma: a number, "auto", or "transformers". fallback: decode without drafts
     while they lose time, which "auto" always does. settings: what p and q depend on besides the
@@ -152,11 +144,7 @@ class MeasuredPolicy:
     """
 
     def __init__(
-        self,
-        costs: Costs,
-        max_gamma: int,
-        base: Policy | None = None,
-        settings: Hashable = None,
+        self, costs: Costs, max_gamma: int, base: Policy | None = None, settings: Hashable = None
     ):
         self.costs, self.max_gamma, self.base = costs, max_gamma, base
         self.settings = settings

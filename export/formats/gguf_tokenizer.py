@@ -24,8 +24,7 @@ _DIGITS = [
 _EXPRESSIONS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 _STEPS = {
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        _DIGITS,
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
     ),
     "deepseek-coder": [
         *(pre_tokenizers.Split(Regex(each), "isolated") for each in _EXPRESSIONS),

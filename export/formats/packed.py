@@ -175,11 +175,8 @@ class PackedModule:
     def expect(self, part: str, tensor: Lazy, dtypes: set[str], *shape: int) -> None:
         """Raise OutriderError unless the tensor has one of these types and this shape."""
         if tensor.dtype not in dtypes or tensor.shape != shape:
-            actual, expected = (
-                f"{tensor.dtype} {list(tensor.shape)}",
-                f"{min(dtypes)} {list(shape)}",
-            )
-            raise self.damaged(f"{part} is {actual} instead of {expected}")
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise self.damaged(f"{part} is {actual} instead of {min(dtypes)} {list(shape)}")
 
     def expect_scales(self, part: str, tensor: Lazy, *shape: int) -> None:
         self.expect(part, tensor, _FLOATS, *shape)

@@ -27,9 +27,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m export.functions",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        prog="python -m export.functions", description=DESCRIPTION, epilog=EPILOG
     )
     add = parser.add_argument
     add("--graph", type=Path, required=True, metavar="DIR",

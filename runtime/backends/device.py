@@ -163,12 +163,7 @@ class DeviceEngine(ABC):
             yield name, cache.slot_address(call.first_slot), shape
 
     def forward(
-        self,
-        input_ids: Ids,
-        position: Ids,
-        logits_index: Ids,
-        first_slot: int = 0,
-        buffer: int = 0,
+        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0, buffer: int = 0
     ) -> Logits:
         """`Engine.forward`: copies the arguments to the device and the logits back. For checks and
         tools; a round copies neither. Returns a new array, whatever the buffer."""

@@ -164,12 +164,7 @@ class Engine(Protocol):
     cached_rows: CachedRows
 
     def forward(
-        self,
-        input_ids: Ids,
-        position: Ids,
-        logits_index: Ids,
-        first_slot: int = 0,
-        buffer: int = 0,
+        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0, buffer: int = 0
     ) -> Logits:
         """Run N consecutive tokens for each of the B slots that start at `first_slot`.
 

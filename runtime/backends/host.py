@@ -139,12 +139,7 @@ class HostEngine(ABC, Generic[Call]):
         """Run the call; returns when the logits are written."""
 
     def forward(
-        self,
-        input_ids: Ids,
-        position: Ids,
-        logits_index: Ids,
-        first_slot: int = 0,
-        buffer: int = 0,
+        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0, buffer: int = 0
     ) -> Logits:
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or first_slot + batch > self.slots:
@@ -159,9 +154,8 @@ class HostEngine(ABC, Generic[Call]):
         if prepared is None:
             prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
-                if (
-                    len(self._prepared) >= MAX_PREPARED_CALLS
-                ):  # one for each first, last slot and width
+                # There is one for each first slot, last slot and width.
+                if len(self._prepared) >= MAX_PREPARED_CALLS:
                     self._prepared.clear()
                 self._prepared[shape] = prepared
         call, logits = prepared

@@ -97,10 +97,7 @@ def _unescape(text: str) -> str:
 
 def _parser() -> ArgumentParser:
     parser = CommandParser(
-        prog=PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        allow_abbrev=False,
+        prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
     )
     # fmt: off
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")

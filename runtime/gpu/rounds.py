@@ -220,9 +220,7 @@ class DeviceRounds(Programs):
         ends = np.array(sorted(request.eos_token_ids), np.int64)
         if len(ends) > MAX_END_IDS:
             raise OutriderError(
-                "option",
-                f"{len(ends)} end-of-text ids; a GPU supports {MAX_END_IDS}",
-                "Use fewer.",
+                "option", f"{len(ends)} end-of-text ids; a GPU supports {MAX_END_IDS}", "Use fewer."
             )
         texts = 8 * index * self._max_len
         text, draft_text = at.tokens + texts, at.draft_tokens + texts

@@ -113,9 +113,7 @@ def load_file(path: Path) -> ctypes.CDLL:
         raise OutriderError("backend", f"{path.name} cannot be loaded ({error})", _REMEDY) from None
     if version != ABI_VERSION:
         raise OutriderError(
-            "backend",
-            f"{path.name} has interface version {version}, not {ABI_VERSION}",
-            _REMEDY,
+            "backend", f"{path.name} has interface version {version}, not {ABI_VERSION}", _REMEDY
         )
     return library
 

@@ -65,12 +65,7 @@ def verify(
 
 
 def verify_token(
-    p: Rows,
-    q: Rows,
-    drafts: Sequence[int],
-    accept_u: Uniforms,
-    final_u: float,
-    lenience: float,
+    p: Rows, q: Rows, drafts: Sequence[int], accept_u: Uniforms, final_u: float, lenience: float
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1; lenience: appendix A.5).
 
