@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import (
@@ -236,22 +237,15 @@ def _toolchain(out: Path) -> Iterator[None]:
     """
     from torch.utils import cpp_extension
 
-    cuda_home = cpp_extension.CUDA_HOME
     with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
         if (driver := _loaded_driver()) is not None:
             Path(folder, "libcuda.so").symlink_to(driver)
-        cpp_extension.CUDA_HOME = toolkit = cuda_toolkit(cuda_home)
+        toolkit = cuda_toolkit(cpp_extension.CUDA_HOME)
         searched = {"LIBRARY_PATH": folder, "CPATH": f"{toolkit}/include/{CCCL}"}
-        before = {name: os.environ[name] for name in searched if name in os.environ}
         for name, first in searched.items():
-            os.environ[name] = os.pathsep.join(filter(None, (first, before.get(name))))
-        try:
+            searched[name] = os.pathsep.join(filter(None, (first, os.environ.get(name))))
+        with patch.dict(os.environ, searched), patch.object(cpp_extension, "CUDA_HOME", toolkit):
             yield
-        finally:
-            cpp_extension.CUDA_HOME = cuda_home
-            for name in searched:
-                del os.environ[name]
-            os.environ.update(before)
 
 
 def _loaded_driver() -> str | None:

@@ -19,13 +19,13 @@ ONNX has operators for these that torch's code would not be converted to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
@@ -281,16 +281,13 @@ class RecordingCache(StateCache):
         return q_length, 0
 
 
-@contextmanager
-def limit_logits(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[None]:
-    """Within the context, only these of the N positions get logits. Not by `logits_to_keep`, which
+def limit_logits(model: PreTrainedModel, logits_index: torch.Tensor) -> RemovableHandle:
+    """A context in which only these of the N positions get logits. Not by `logits_to_keep`, which
     encoder-decoders lack and which some models pass on to their attention."""
-    outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    hook: RemovableHandle
     hook = outputs.register_forward_pre_hook(lambda _, x: x[0][:, logits_index])
-    try:
-        yield
-    finally:
-        hook.remove()
+    return hook
 
 
 class Decoder(torch.nn.Module):

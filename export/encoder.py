@@ -12,11 +12,12 @@ decoder (`decoder.py`), both are Transformers' own code, traced through its inte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
@@ -172,30 +173,21 @@ class SourceDecoder(Decoder):
 def _positions_per_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
     """Within the context, positions are computed for each slot separately: Transformers' encoder-
     decoders assume one length for all."""
-    replaced: list[tuple[torch.nn.Module, str]] = []
+    with ExitStack() as replaced:
 
-    def replace(module: Any, name: str, by: Callable[..., torch.Tensor]) -> None:
-        setattr(module, name, partial(by, getattr(module, name)))
-        replaced.append((module, name))
+        def replace(module: Any, name: str, by: Callable[..., torch.Tensor]) -> None:
+            own = partial(by, getattr(module, name))
+            replaced.enter_context(patch.object(module, name, own))
 
-    for module in model.modules():
-        if hasattr(module, "compute_bias"):
-            replace(module, "compute_bias", _bias_per_slot)
-        if {"position_ids", "past_key_values_length"} <= signature(
-            module.forward
-        ).parameters.keys():
-            replace(module, "forward", partial(_embed_positions_per_slot, max_positions))
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            replace(
-                module,
-                "create_position_ids_from_input_ids",
-                partial(_number_positions, max_positions),
-            )
-    try:
+        for module in model.modules():
+            if hasattr(module, "compute_bias"):
+                replace(module, "compute_bias", _bias_per_slot)
+            names = signature(module.forward).parameters.keys()
+            if {"position_ids", "past_key_values_length"} <= names:
+                replace(module, "forward", partial(_embed_positions_per_slot, max_positions))
+            if hasattr(module, number := "create_position_ids_from_input_ids"):
+                replace(module, number, partial(_number_positions, max_positions))
         yield
-    finally:
-        for module, name in replaced:
-            delattr(module, name)
 
 
 def _bias_per_slot(

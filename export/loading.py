@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from json import JSONDecodeError
@@ -198,18 +198,14 @@ def _drop_other_modalities(model: PreTrainedModel, checkpoint: Checkpoint) -> No
     """Drop the modules that text does not pass through: vision and audio towers, and their
     projections."""
     used_modules = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: used_modules.add(module))
-        for module in model.modules()
-    ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as hooks:
+            for module in model.modules():
+                hook = module.register_forward_pre_hook(lambda own, _: used_modules.add(own))
+                hooks.enter_context(hook)
             model(input_ids=torch.tensor([[0, 1]]))
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
         raise checkpoint.refused(f"it does not run on text alone ({first_line(error)})") from None
-    finally:
-        for hook in hooks:
-            hook.remove()
     for parent in (model, model.base_model):
         for name, child in [*parent.named_children()]:
             if used_modules.isdisjoint(child.modules()):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -158,13 +159,8 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, the model's layers call our functions instead of Transformers', which are
     found by name."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    originals = [
-        (m, name, getattr(m, name)) for m in modules for name in REPLACEMENTS if hasattr(m, name)
-    ]
-    try:
-        for module, name, _ in originals:
-            setattr(module, name, REPLACEMENTS[name])
+    with ExitStack() as replaced:
+        for module in modules:
+            for name in REPLACEMENTS.keys() & vars(module).keys():
+                replaced.enter_context(patch.object(module, name, REPLACEMENTS[name]))
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)

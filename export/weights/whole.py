@@ -162,11 +162,8 @@ def _reads_last_states(model: PreTrainedModel, last: torch.Tensor | None, texts:
         return False
     output_inputs: list[torch.Tensor] = []
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    hook = output.register_forward_pre_hook(lambda module, given: output_inputs.append(given[0]))
-    try:
+    with output.register_forward_pre_hook(lambda module, given: output_inputs.append(given[0])):
         model(**arguments(model, texts[:1].ids, texts[:1].sources), use_cache=False)
-    finally:
-        hook.remove()
     if not output_inputs or output_inputs[0].shape[-1] != last.shape[-1]:
         return False
     x = output_inputs[0].flatten(0, -2)
