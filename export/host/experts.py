@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from ..weights.experts import PRODUCT
 from ..weights.operators import (
-    OWN_DOMAIN,
     find_producer,
     initializer,
     packed_initializers,
-    replace,
+    replace_by_own,
     stored_matrix_of,
 )
 from .attention import NotLowered
@@ -40,13 +39,8 @@ def compute_only_chosen(model: ir.Model) -> None:
             value.shape = None  # was that of all experts
         for node in path:
             if (stored := weights.pop(node, None)) is not None:
-                rows, columns = stored.sizes
                 matrix = packed_initializers(model, stored, f"{node.outputs[0].name}.weight")
-                attributes = {
-                    "bits": stored.bits, "rows": rows, "columns": columns, "experts": stored.experts
-                }  # fmt: skip
-                inputs = [node.inputs[0], *matrix, chosen]
-                replace(model, node, ir.node(PRODUCT, inputs, attributes, domain=OWN_DOMAIN))
+                replace_by_own(model, node, PRODUCT, [node.inputs[0], *matrix, chosen], stored)
             elif node.op_type == "Add":
                 _choose_bias(model, node, chosen)
         weighting.replace_input_with(input_index, routing)

@@ -190,10 +190,10 @@ def use_own_operators(model: ir.Model) -> int:
     ]
     for node, stored in products:
         matrix = packed_initializers(model, stored, f"{node.outputs[0].name}.weight")
-        _replace_by_own(model, node, PRODUCT, node.inputs[0], matrix, stored)
+        replace_by_own(model, node, PRODUCT, [node.inputs[0], *matrix], stored)
         for gather, table in list(tables):
             if stored.sizes == tuple(table.shape.numpy()) and _is_table(table, stored):  # tied
-                _replace_by_own(model, gather, GATHER, gather.inputs[1], matrix, stored)
+                replace_by_own(model, gather, GATHER, [gather.inputs[1], *matrix], stored)
                 tables.remove((gather, table))
     _merge_mixed_products(model)
     for gather, table in tables if products else ():
@@ -205,7 +205,7 @@ def use_own_operators(model: ir.Model) -> int:
             )
             stored = StoredMatrix(transposed_levels, ir.tensor(levels.scales.T))
             matrix = packed_initializers(model, stored, f"{gather.outputs[0].name}.table")
-            _replace_by_own(model, gather, GATHER, gather.inputs[1], matrix, stored)
+            replace_by_own(model, gather, GATHER, [gather.inputs[1], *matrix], stored)
     return len(found)
 
 
@@ -237,14 +237,10 @@ def _sizes(product: ir.Node) -> list[int]:
 
 def stored_matrix_of(product: ir.Node) -> StoredMatrix | None:
     """The quantised weight of a product; None if the node is no such product."""
-    source = (
-        find_producer(product.inputs[1], "DequantizeLinear")
-        if product.op_type == "MatMul"
-        else None
-    )
-    if source is None:
+    if product.op_type != "MatMul":
         return None
-    levels, scales = map(_weight, source.inputs)
+    source = find_producer(product.inputs[1], "DequantizeLinear")
+    levels, scales = map(_weight, source.inputs) if source else (None, None)
     return StoredMatrix(levels, scales) if levels is not None and scales is not None else None
 
 
@@ -284,18 +280,15 @@ def packed_initializers(model: ir.Model, stored: StoredMatrix, name: str) -> lis
     return values
 
 
-def _replace_by_own(
-    model: ir.Model,
-    old: ir.Node,
-    kind: str,
-    x: ir.Value | None,
-    matrix: list[ir.Value],
-    stored: StoredMatrix,
+def replace_by_own(
+    model: ir.Model, old: ir.Node, kind: str, inputs: list[ir.Value | None], stored: StoredMatrix
 ) -> None:
+    """Replace a node by an operator of ours that reads this weight."""
     rows, columns = stored.sizes
     attributes = {"bits": stored.bits, "rows": rows, "columns": columns}
-    node = ir.node(kind, [x, *matrix], attributes, domain=OWN_DOMAIN)
-    replace(model, old, node)
+    if stored.experts:
+        attributes["experts"] = stored.experts
+    replace(model, old, ir.node(kind, inputs, attributes, domain=OWN_DOMAIN))
 
 
 def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
