@@ -214,9 +214,8 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
 
     An engine requires the version of the library that built it. Raises OutriderError "backend".
     """
-    for package, built in manifest.versions.items() if manifest.engines else ():
-        installed = _installed_version(package)
-        if installed not in (None, built):
+    for package, built, installed in _other_versions(manifest) if manifest.engines else ():
+        if installed is not None:
             raise OutriderError(
                 "backend",
                 f"{folder} was built with {package} {built}, and {installed} is installed",
@@ -272,12 +271,15 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
         )
 
 
-def _installed_version(package: str) -> str | None:
-    """The version of a package, without importing it; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _other_versions(manifest: Manifest) -> Iterator[tuple[str, str, str | None]]:
+    """The packages that are not installed as when the bundle was built: name, version then and now,
+    None for none. They are not imported."""
+    for package, built in manifest.versions.items():
+        installed = None
+        with suppress(metadata.PackageNotFoundError):
+            installed = metadata.version(package)
+        if installed != built:
+            yield package, built, installed
 
 
 def _tokenizer(manifest: Manifest, folder: Path, template: str | None) -> Tokenizer:
@@ -300,16 +302,10 @@ def _tokenizer(manifest: Manifest, folder: Path, template: str | None) -> Tokeni
 def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
     """What the output on the CPU does not depend on, as measured at build time. The measurement
     holds only for the same libraries."""
-    version_mismatch = next(
-        (
-            f"{package} {built}, and {_installed_version(package) or 'none'} is installed"
-            for package, built in manifest.versions.items()
-            if _installed_version(package) != built
-        ),
-        "",
-    )
+    others = (f"{package} {built}, and {installed or 'none'} is installed"
+              for package, built, installed in _other_versions(manifest))  # fmt: skip
     min_width = host_engine(manifest.backend).default_min_width
-    return promised_bits(manifest, slots, min_width, version_mismatch, plain_width)
+    return promised_bits(manifest, slots, min_width, next(others, ""), plain_width)
 
 
 def _memory(manifest: Manifest, slots: int) -> dict[str, int]:

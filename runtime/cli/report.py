@@ -172,13 +172,11 @@ def baseline(result: Result, plain: Result, *, same: bool) -> str:
 def memory(parts: Mapping[str, int]) -> str:
     """The memory line, in one unit. parts: bytes of "target", "draft", "cache"; on a GPU also
     "activations" and "buffers"."""
-    names = {
-        "target": "target", "draft": "draft", "cache": "KV", "activations": "activations",
-        "buffers": "buffers",
-    }  # fmt: skip
     total = sum(parts.values())
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    items = (f"{name} {parts[key] / size:.1f}" for key, name in names.items() if key in parts)
+    names = ("target", "draft", "cache", "activations", "buffers")
+    shown = {"KV" if name == "cache" else name: parts[name] for name in names if name in parts}
+    items = (f"{name} {part / size:.1f}" for name, part in shown.items())
     return f"memory {total / size:.1f} {unit} = " + " + ".join(items)
 
 

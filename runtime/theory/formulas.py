@@ -7,6 +7,7 @@ of the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 MAX_GAMMA = 64
 
@@ -37,12 +38,9 @@ def best_gamma(
 
     verify[gamma]: cost of the verification of gamma + 1 tokens, for gamma 0 to the largest allowed.
     """
-    best = (0, 1.0)
-    for gamma in range(1, len(verify)):
-        gain = speedup(alpha, gamma, cost, verify[gamma])
-        if gain > best[1]:
-            best = (gamma, gain)
-    return best
+    gains = {0: 1.0}
+    gains |= {g: speedup(alpha, g, cost, verify[g]) for g in range(1, len(verify))}
+    return max(gains.items(), key=itemgetter(1))  # of equal ones the first
 
 
 def oracle(alpha: float, cost: float) -> float:
@@ -62,11 +60,10 @@ def break_even(overhead: float, gain: float) -> float:
 def table(alpha: float, cost: float, verify: Sequence[float]) -> str:
     """A line for each gamma above 0: tokens per round, speedup, operations. verify: as in
     `best_gamma`."""
-    lines = ["gamma  tokens a round  speedup  operations (c^ = c)"]
-    for gamma in range(1, len(verify)):
-        lines.append(
-            f"{gamma:>5}  {expected_tokens(alpha, gamma):>14.2f}  "
-            f"{speedup(alpha, gamma, cost, verify[gamma]):>6.2f}x  "
-            f"{operations(alpha, gamma, cost):>9.2f}x"
-        )
-    return "\n".join(lines)
+    rows = (
+        f"{gamma:>5}  {expected_tokens(alpha, gamma):>14.2f}  "
+        f"{speedup(alpha, gamma, cost, verify[gamma]):>6.2f}x  "
+        f"{operations(alpha, gamma, cost):>9.2f}x"
+        for gamma in range(1, len(verify))
+    )
+    return "\n".join(["gamma  tokens a round  speedup  operations (c^ = c)", *rows])
