@@ -97,11 +97,8 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     if capability is None or sm == "cpu":
         return cpu_targets()
     if capability < (8, 0) and dtype == "bfloat16":
-        raise OutriderError(
-            "option",
-            f"the GPU of this machine (SM={present}) does not support bfloat16",
-            "Use DTYPE=float16.",
-        )
+        cause = f"the GPU of this machine (SM={present}) does not support bfloat16"
+        raise OutriderError("option", cause, "Use DTYPE=float16.")
     _check_gpu_tools()
     return [f"sm{present}"]
 
@@ -134,11 +131,8 @@ def _check_gpu_tools() -> None:
         ("the CUDA headers", cuda_toolkit(CUDA_HOME), headers),
     ):
         if not found:
-            raise OutriderError(
-                "backend",
-                f"AOTInductor needs {what} to compile for a GPU; not found on this machine",
-                f"{remedy}, or build for the CPU with SM=cpu.",
-            )
+            cause = f"AOTInductor needs {what} to compile for a GPU; not found on this machine"
+            raise OutriderError("backend", cause, f"{remedy}, or build for the CPU with SM=cpu.")
 
 
 def plan(

@@ -182,11 +182,8 @@ def check_backend(
     cannot be built, before an export has taken minutes."""
     builder = find_backend(backend)
     if dtype not in builder.DTYPES:
-        raise OutriderError(
-            "backend",
-            f"the backend {backend} does not run {dtype} in this version",
-            f"Use DTYPE={' or '.join(builder.DTYPES)}.",
-        )
+        cause = f"the backend {backend} does not run {dtype} in this version"
+        raise OutriderError("backend", cause, f"Use DTYPE={' or '.join(builder.DTYPES)}.")
     kinds = [kind for kind in get_args(Weights) if dtype in builder.RUNS.get(kind, ())]
     for option, kind in zip(("WEIGHTS", "DRAFT_WEIGHTS"), weights, strict=False):
         if kind not in ("full", *kinds):
@@ -201,11 +198,8 @@ def check_backend(
                 + (", or another BACKEND." if known else "."),
             )
     if cache and backend != "onnxruntime":
-        raise OutriderError(
-            "backend",
-            f"the backend {backend} does not run CACHE={cache} in this version",
-            "Leave CACHE out, or use BACKEND=onnxruntime.",
-        )
+        cause = f"the backend {backend} does not run CACHE={cache} in this version"
+        raise OutriderError("backend", cause, "Leave CACHE out, or use BACKEND=onnxruntime.")
     levels = builder.LEVELS
     if level is not None and level not in levels:
         raise OutriderError(

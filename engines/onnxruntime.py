@@ -40,11 +40,8 @@ def versions() -> dict[str, str]:
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """No GPU architectures. Raises OutriderError "option" if any are given."""
     if sm:
-        raise OutriderError(
-            "option",
-            f"SM={sm} names GPUs, but BACKEND=onnxruntime builds for CPUs",
-            "Leave SM out, or use BACKEND=tensorrt_rtx.",
-        )
+        cause = f"SM={sm} names GPUs, but BACKEND=onnxruntime builds for CPUs"
+        raise OutriderError("option", cause, "Leave SM out, or use BACKEND=tensorrt_rtx.")
     return []
 
 
@@ -61,11 +58,8 @@ def compile(
     import onnxruntime as ort
 
     if facts.max_difference is None:  # running it would crash the process
-        raise OutriderError(
-            "backend",
-            f"the graph of {facts.source} was {facts.comparison}",
-            "Build with DTYPE=float32, or for another BACKEND.",
-        )
+        cause = f"the graph of {facts.source} was {facts.comparison}"
+        raise OutriderError("backend", cause, "Build with DTYPE=float32, or for another BACKEND.")
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -52,9 +52,6 @@ class Backend(Protocol):
 def find_backend(backend: str) -> Backend:
     """The module of a backend. Raises OutriderError "backend" for an unknown name."""
     if backend not in BACKENDS:
-        raise OutriderError(
-            "backend",
-            f"this version cannot build for the backend {backend}",
-            f"Use BACKEND={' or '.join(BACKENDS)}.",
-        )
+        cause = f"this version cannot build for the backend {backend}"
+        raise OutriderError("backend", cause, f"Use BACKEND={' or '.join(BACKENDS)}.")
     return cast(Backend, import_module(f".{BACKENDS[backend]}", __package__))

@@ -100,11 +100,8 @@ def find(name: str) -> Checkpoint:
     "architecture".
     """
     if not name:
-        raise OutriderError(
-            "checkpoint",
-            "the name of a model is empty",
-            "Give a folder, or DRAFT=none for no draft.",
-        )
+        cause = "the name of a model is empty"
+        raise OutriderError("checkpoint", cause, "Give a folder, or DRAFT=none for no draft.")
     path = Path(os.path.expanduser(name))  # pathlib's expanduser raises for an unknown user
     source = os.path.basename(os.path.realpath(path))  # and its resolve for circular links
     if not path.exists():
@@ -265,11 +262,8 @@ def _check_files(name: str, path: Path) -> None:
             with file.open("rb") as content:
                 pointer = content.read(len(_LFS_POINTER)) == _LFS_POINTER
         except OSError as error:
-            raise OutriderError(
-                "checkpoint",
-                f"{name}/{file.name} cannot be read: {error.strerror}",
-                "Make it readable for this user.",
-            ) from None
+            cause = f"{name}/{file.name} cannot be read: {error.strerror}"
+            raise OutriderError("checkpoint", cause, "Make it readable for this user.") from None
         if pointer:
             raise OutriderError(
                 "checkpoint",

@@ -76,11 +76,8 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
 def _check_place(path: Path) -> None:
     """Refuse to overwrite a file that is not a table, above all the text itself."""
     if path.exists() and not (path.is_file() and path.open("rb").read(len(ZIP)) == ZIP):
-        raise OutriderError(
-            "option",
-            f"--out {path} exists and is not a table",
-            "Name another file, or remove this one.",
-        )
+        cause = f"--out {path} exists and is not a table"
+        raise OutriderError("option", cause, "Name another file, or remove this one.")
 
 
 def parser() -> argparse.ArgumentParser:

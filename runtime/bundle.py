@@ -264,11 +264,8 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
     need += pair.logits_bytes(slots, gpu=False)
     have = host_memory()
     if not gpu and need > have > 0:
-        raise OutriderError(
-            "memory",
-            f"{slots:,} slots need {size_text(need)}, and this machine has {size_text(have)}",
-            "Use fewer slots, or a narrower beam.",
-        )
+        cause = f"{slots:,} slots need {size_text(need)}, and this machine has {size_text(have)}"
+        raise OutriderError("memory", cause, "Use fewer slots, or a narrower beam.")
 
 
 def _other_versions(manifest: Manifest) -> Iterator[tuple[str, str, str | None]]:

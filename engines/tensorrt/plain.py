@@ -39,11 +39,8 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """The architecture of the GPU in this machine. Raises OutriderError "option" or "backend"."""
     _module()
     if sm:
-        raise OutriderError(
-            "option",
-            f"SM={sm} was given, but {PRODUCT} builds only for the GPU of this machine",
-            "Leave SM out, or use BACKEND=tensorrt_rtx.",
-        )
+        cause = f"SM={sm} was given, but {PRODUCT} builds only for the GPU of this machine"
+        raise OutriderError("option", cause, "Leave SM out, or use BACKEND=tensorrt_rtx.")
     present = sorted(present_gpus())
     if not present:
         raise OutriderError(

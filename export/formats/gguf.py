@@ -75,11 +75,8 @@ def read(name: str, path: Path) -> GgufFile:
         begin = -(-position // alignment) * alignment
         parts = int(metadata.get("split.count", 1))
     if parts > 1:
-        raise OutriderError(
-            "checkpoint",
-            f"{name} is one of {parts} parts",
-            "Merge them first: llama-gguf-split --merge.",
-        )
+        cause = f"{name} is one of {parts} parts"
+        raise OutriderError("checkpoint", cause, "Merge them first: llama-gguf-split --merge.")
     tensors: dict[str, Lazy] = {}
     kinds: Counter[int] = Counter()
     for key, shape, kind, offset in table:

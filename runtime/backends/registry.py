@@ -37,9 +37,6 @@ def device_engine(backend: str) -> type[DeviceEngine]:
 def _load(backend: str, index: int, where: str, other: str) -> object:
     module, _, engine = BACKENDS.get(backend, ("", ""))[index].partition(".")
     if not module:
-        raise OutriderError(
-            "backend",
-            f"this version cannot run bundles of the backend {backend} on {where}",
-            f"Build the bundle with BACKEND={other}.",
-        )
+        cause = f"this version cannot run bundles of the backend {backend} on {where}"
+        raise OutriderError("backend", cause, f"Build the bundle with BACKEND={other}.")
     return getattr(import_module(f".{module}", __package__), engine)

@@ -140,11 +140,8 @@ class TensorRtEngine(DeviceEngine):
             )
         context.set_device_memory(self._scratch, self.activations)
         if not context.set_optimization_profile_async(profile, self.stream):
-            raise OutriderError(
-                "backend",
-                f"{self._library} refuses profile {profile}: {self._take_error()}",
-                "Build the bundle again.",
-            )
+            cause = f"{self._library} refuses profile {profile}: {self._take_error()}"
+            raise OutriderError("backend", cause, "Build the bundle again.")
         # The switch may copy, from temporary memory of the library.
         self.cuda.wait_for_stream(self.stream)
         return context
@@ -174,11 +171,8 @@ class TensorRtEngine(DeviceEngine):
         raise self._load_error(path, ", ".join(names) or self._take_error())
 
     def _load_error(self, path: Path, cause: str) -> OutriderError:
-        return OutriderError(
-            "backend",
-            f"{self._library} {self._trt.__version__} cannot load {path}: {cause}",
-            "Build the bundle again, for this GPU.",
-        )
+        cause = f"{self._library} {self._trt.__version__} cannot load {path}: {cause}"
+        return OutriderError("backend", cause, "Build the bundle again, for this GPU.")
 
     def _check_tensors(self, path: Path, facts: GraphFacts) -> None:
         """Check that the engine is one of ours and updates its caches in place."""

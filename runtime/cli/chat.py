@@ -22,11 +22,8 @@ def converse(session: Session) -> None:
     """
     engine, args, err = session.engine, session.args, session.err
     if engine.tokenizer.chat_template is None and engine.manifest.pair.start_ids is None:
-        raise OutriderError(
-            "option",
-            f"--chat needs a chat template, and {args.engines} has none",
-            "Use --prompt, or add --chat-template FILE.",
-        )
+        cause = f"--chat needs a chat template, and {args.engines} has none"
+        raise OutriderError("option", cause, "Use --prompt, or add --chat-template FILE.")
     request = engine.request([{"role": "user", "content": "."}], session.options)
     refuse_unread(args, [request.draft] if request.gamma else [])
     if err.is_terminal:

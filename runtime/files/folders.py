@@ -139,11 +139,8 @@ def refuse_foreign(folder: Path, marker: str) -> None:
     if ours and not foreign:
         return
     why = f"it contains {foreign[0]}" if ours else f"it has no {marker} of Outrider"
-    raise OutriderError(
-        "disk",
-        f"{folder} cannot be replaced: {why}",
-        "Choose another OUT, or move this folder away yourself.",
-    )
+    cause = f"{folder} cannot be replaced: {why}"
+    raise OutriderError("disk", cause, "Choose another OUT, or move this folder away yourself.")
 
 
 def _is_ours(name: str) -> bool:

@@ -195,11 +195,8 @@ class Device(Cuda):
         """Refuse code that was compiled for another version of plugins/core/outrider_device.h."""
         name = f"outrider_interface_{kernel.ABI_VERSION}".encode()
         if int(self._driver.cuModuleGetFunction(self._module, name)[0]):
-            raise OutriderError(
-                "backend",
-                f"{self.image.name} was compiled for another version of liboutrider",
-                "Run make cubins again.",
-            )
+            cause = f"{self.image.name} was compiled for another version of liboutrider"
+            raise OutriderError("backend", cause, "Run make cubins again.")
 
     def launch(self, plan: Plan, stream: int = 0) -> None:
         """Enqueue a plan. This may be captured in a graph; the plan may be dropped afterwards."""

@@ -149,11 +149,8 @@ def verify_sigmoid(
 
 
 def no_draft_logits_error() -> OutriderError:
-    return OutriderError(
-        "option",
-        "verify=sigmoid needs the draft's logits, and this draft has none",
-        "Use verify=token, or a draft model.",
-    )
+    cause = "verify=sigmoid needs the draft's logits, and this draft has none"
+    return OutriderError("option", cause, "Use verify=token, or a draft model.")
 
 
 def residual(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Distribution, float]:

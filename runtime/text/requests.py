@@ -241,11 +241,8 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
     if pair.start_ids is None:
         if source is None:
             return []
-        raise OutriderError(
-            "option",
-            f"a source is for encoder-decoders, and the target is a {architecture}",
-            "Give it as the prompt.",
-        )
+        cause = f"a source is for encoder-decoders, and the target is a {architecture}"
+        raise OutriderError("option", cause, "Give it as the prompt.")
     refuse_first([
         (options.chat or options.system is not None,
          decoders_only("chat templates", pair), "Leave chat and system out."),

@@ -63,11 +63,8 @@ def transcribe(
     pair = engine.manifest.pair
     facts, features = pair.audio, pair.target.reads
     if facts is None or features is None:
-        raise OutriderError(
-            "option",
-            f"the target is a {pair.target.architecture}, which reads no audio",
-            "Use a Whisper bundle.",
-        )
+        cause = f"the target is a {pair.target.architecture}, which reads no audio"
+        raise OutriderError("option", cause, "Use a Whisper bundle.")
     refuse_first(
         (name in options, f"{name} has no meaning for a transcription", "Leave it out.")
         for name in FIXED_OPTIONS
