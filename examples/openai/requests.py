@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -24,8 +24,8 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
     "response_format": [{"type": "text"}], "modalities": [["text"]],
     "service_tier": ["auto", "default"],
 }  # fmt: skip
-# Options by their own names. OpenAI's fields set two of those left out; JSON has no functions.
-_ENGINE_OPTIONS = {f.name for f in fields(Options)} - {"max_new_tokens", "chat", "processors"}
+# Options that have no field of their own: OpenAI's set two of them, and JSON has no functions.
+_NO_FIELD = {"max_new_tokens", "chat", "processors"}
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
 _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
 # What Pydantic's messages do not say in one sentence.
@@ -74,11 +74,8 @@ class Body(BaseModel, extra="allow", strict=True):
         if self.stream_options and not self.stream:
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
         extra = self.model_extra or {}
-        for name in extra.keys() - _LABELS - _ENGINE_OPTIONS:
-            if name not in _NO_EFFECT:
-                remedy = f"Use a field of OpenAI's, or one of {', '.join(sorted(_ENGINE_OPTIONS))}"
-                raise OutriderError("option", f"unknown field {name!r}", remedy)
-            if extra[name] not in _NO_EFFECT[name]:
+        for name, value in extra.items():
+            if name in _NO_FIELD or (name in _NO_EFFECT and value not in _NO_EFFECT[name]):
                 raise OutriderError("option", f"{name} is not supported here", "Leave it out")
         given = {
             name: value

@@ -338,7 +338,9 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         ("completions", {"prompt": "x", "min_new_tokens": 50}, "option: min_new_tokens=50 exceeds "
          "max_tokens=16. Choose 0 <= min_new_tokens <= max_tokens."),
         ("completions", {"prompt": "x", "logprobs": 9999}, "option: logprobs=9999 is out of"),
-        ("completions", {"prompt": "x", "processors": []}, "option: unknown field 'processors'."),
+        ("completions", {"prompt": "x", "processors": []}, "option: processors is not supported"),
+        ("completions", {"prompt": "x", "max_token": 5},
+         "option: there is no option 'max_token'. Use max_tokens, or leave it out."),
         ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 0},
          "option: max_completion_tokens=0 is out of range. max_completion_tokens must be"),
         ("chat/completions", {"max_tokens": 0}, "option: max_tokens=0 is out of range. max_tokens"),
