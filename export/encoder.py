@@ -62,42 +62,29 @@ class Encoder(torch.nn.Module):
     """`forward(source)` returns the keys and values of each decoder layer's attention to the
     source, each [1, H, E, D], and the states that they are computed from, [1, E, D'].
 
-    source: token ids [1, E], or features [1, F, T], which the encoder turns into E rows.
+    source: token ids [1, E], or features [1, F, T], which the encoder turns into E rows. If
+    `shared`, it is the states that another model's encoder returned, and none are returned.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, shared: bool):
         super().__init__()
-        self.model = model
+        self.model, self.shared = model, shared
 
-    def forward(
-        self, source: torch.Tensor
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    def forward(self, source: torch.Tensor) -> tuple[Any, ...]:
         source_cache = RecordingCache()
+        if self.shared:
+            inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=source)}
+        else:
+            inputs = source_arguments(self.model, source)
         states = self.model(
             # The decoder's output is not used, so its computation is not in the graph.
             decoder_input_ids=torch.zeros(1, 1, dtype=torch.long, device=source.device),
             past_key_values=TextAndSourceCache(RecordingCache(), source_cache),
             use_cache=True,
-            **self.source_arguments(source),
+            **inputs,
         ).encoder_last_hidden_state
-        return list(source_cache.keys.values()), list(source_cache.values.values()), states
-
-    def source_arguments(self, source: torch.Tensor) -> dict[str, Any]:
-        """The source as arguments of the model."""
-        return source_arguments(self.model, source)
-
-
-class SharedEncoder(Encoder):
-    """The same, computed from the states of another model's encoder."""
-
-    def forward(  # type: ignore[override]
-        self, source: torch.Tensor
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        keys, values, _ = super().forward(source)
-        return keys, values
-
-    def source_arguments(self, source: torch.Tensor) -> dict[str, Any]:
-        return {"encoder_outputs": BaseModelOutput(last_hidden_state=source)}
+        sides = list(source_cache.keys.values()), list(source_cache.values.values())
+        return sides if self.shared else (*sides, states)
 
 
 def source_arguments(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -248,7 +235,7 @@ def example_encoder(
     states: torch.Tensor | None = None,
 ) -> Example:
     """An example for tracing an `Encoder`, with dynamic E if it reads ids; the shapes are those of
-    the source's caches. states: the input of a `SharedEncoder`, with E = 3 or all audio rows."""
+    the source's caches. states: the input of a shared one, with E = 3 or all audio rows."""
     outputs = [*layer_names("cross_key", key_shapes), *layer_names("cross_value", value_shapes)]
     dynamic_shapes = {} if features else {1: torch.export.Dim("source")}
     if states is not None:

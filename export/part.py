@@ -41,7 +41,7 @@ from runtime.files.records import digest_json, read_json, write_json
 from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes
 from .decoder import Decoder, example
-from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
+from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
 from .functions.stateful_layers import UnsupportedArchitecture
 from .host.checked import write_checked
 from .loading import (
@@ -322,7 +322,7 @@ def _trace(request: PartRequest, model: PreTrainedModel, shapes: CacheShapes) ->
             encoder_example = example_encoder(
                 *source, checkpoint.features, states if request.shares_encoder else None
             )
-            encoder = (SharedEncoder if request.shares_encoder else Encoder)(model)
+            encoder = Encoder(model, request.shares_encoder)
             return [
                 request.exporter.trace(SourceDecoder(model, positions).eval(), decoder_example),
                 request.exporter.trace(encoder.eval(), encoder_example),
