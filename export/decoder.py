@@ -40,6 +40,7 @@ from .functions.stateful_layers import (
 from .weights.experts import experts
 
 IMPLEMENTATION = "outrider"
+Shapes = Sequence[Sequence[int]]  # H and D of a row, per layer or state
 # Tensors that attention layers pass along, which add nothing to the mask.
 _IGNORED_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
@@ -343,11 +344,11 @@ class Example:
 
 
 def example(
-    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
-    value_shapes: Sequence[tuple[int, int]],
+    key_shapes: Shapes,
+    value_shapes: Shapes,
     capacity: int,
     dtype: torch.dtype,
-    state_shapes: Sequence[tuple[int, int]] = (),  # (H, D)
+    state_shapes: Shapes = (),
     state_rows: int = 0,
 ) -> Example:
     """An example for tracing a `Decoder`, with dynamic B slots, N tokens, K outputs and S rows.
@@ -379,9 +380,7 @@ def example(
     )
 
 
-def example_caches(
-    shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def example_caches(shapes: Shapes, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Caches of two slots: for each layer [2, Hkv, rows, D]."""
     return [torch.zeros(2, heads, rows, width, dtype=dtype) for heads, width in shapes]
 

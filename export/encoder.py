@@ -11,7 +11,7 @@ decoder (`decoder.py`), both are Transformers' own code, traced through its inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -29,13 +29,13 @@ from .decoder import (
     Decoder,
     Example,
     RecordingCache,
+    Shapes,
     SlotCache,
     example_caches,
     layer_names,
     limit_logits,
 )
 
-Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
 STATES = "encoder_states"
 
 

@@ -6,7 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
 from json import JSONDecodeError
 from pickle import UnpicklingError
@@ -259,21 +259,21 @@ def first_token(model: PreTrainedModel) -> int | None:
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """Per layer (H, D) of a row's keys and values: those of the text, and of the source, if any.
+    """Per layer [H, D] of a row's keys and values: those of the text, and of the source, if any.
 
     source_rows: the fixed number of rows of an audio source; None for other models. encoder_width:
-    of the encoder's output, 0 without an encoder. state_shapes: (H, D) of the rows that recurrent
+    of the encoder's output, 0 without an encoder. state_shapes: [H, D] of the rows that recurrent
     layers keep. reach: how many of these rows before its first token a call reads.
     """
 
-    keys: list[tuple[int, int]]
-    values: list[tuple[int, int]]
-    source_keys: list[tuple[int, int]] = field(default_factory=list)
-    source_values: list[tuple[int, int]] = field(default_factory=list)
-    source_rows: int | None = None
-    encoder_width: int = 0
-    state_shapes: list[tuple[int, int]] = field(default_factory=list)
-    reach: int = 0
+    keys: list[list[int]]
+    values: list[list[int]]
+    source_keys: list[list[int]]
+    source_values: list[list[int]]
+    source_rows: int | None
+    encoder_width: int
+    state_shapes: list[list[int]]
+    reach: int
 
 
 def has_recurrent_state(model: PreTrainedModel) -> bool:
@@ -330,7 +330,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         raise checkpoint.refused(
             "its attention does not go through Transformers' attention interface"
         )
-    state_shapes = [shape for _, shape in sorted(text.states.items())]
+    state_shapes = [list(shape) for _, shape in sorted(text.states.items())]
     if not layers or (layers != list(range(len(layers))) and not state_shapes):
         how_many = "not all" if layers else "none"
         raise checkpoint.refused(f"{how_many} of its layers keep a KV cache")
@@ -345,17 +345,11 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
             raise checkpoint.refused("its tokens attend to later ones")
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (
-        [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides
+        [[rows.shape[1], rows.shape[3]] for _, rows in sorted(side.items())] for side in sides
     )
     source_rows = source.keys[0].shape[2] if checkpoint.features else None
     encoder_width = outputs.encoder_last_hidden_state.shape[2] if checkpoint.has_encoder else 0
     return CacheShapes(
-        keys,
-        values,
-        source_keys,
-        source_values,
-        source_rows,
-        encoder_width,
-        state_shapes,
+        keys, values, source_keys, source_values, source_rows, encoder_width, state_shapes,
         text.reach,
-    )
+    )  # fmt: skip

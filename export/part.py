@@ -234,8 +234,8 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
             vocab_size=original.reference.logits.shape[2],
             max_len=request.max_len,
             capacity=request.capacity,
-            key_shapes=_as_lists(shapes.keys),
-            value_shapes=_as_lists(shapes.values),
+            key_shapes=shapes.keys,
+            value_shapes=shapes.values,
             max_difference=result.max_difference,
             tolerance=result.bound,
             comparison=result.summary,
@@ -341,9 +341,9 @@ def _simplify(traced: list[Any]) -> str:
 def _encoder_facts(request: PartRequest, shapes: CacheShapes) -> EncoderFacts | None:
     if not request.checkpoint.has_encoder:
         return None
-    sides = _as_lists(shapes.source_keys), _as_lists(shapes.source_values)
     shared = shapes.encoder_width if request.shares_encoder else None
-    return EncoderFacts(*sides, request.checkpoint.features, shapes.source_rows, shared)
+    features, rows = request.checkpoint.features, shapes.source_rows
+    return EncoderFacts(shapes.source_keys, shapes.source_values, features, rows, shared)
 
 
 def _states_unsupported(request: PartRequest) -> OutriderError:
@@ -375,11 +375,7 @@ def _state_rows(request: PartRequest, shapes: CacheShapes) -> int:
 def _state_facts(request: PartRequest, shapes: CacheShapes) -> StateFacts | None:
     if not shapes.state_shapes:
         return None
-    return StateFacts(_as_lists(shapes.state_shapes), _state_rows(request, shapes), shapes.reach)
-
-
-def _as_lists(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    return [list(shape) for shape in shapes]
+    return StateFacts(shapes.state_shapes, _state_rows(request, shapes), shapes.reach)
 
 
 def _precise_reference(
