@@ -13,13 +13,13 @@ from .files.errors import defer_interrupts, run_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (`--help` lists them)."""
-    return run_command(lambda: _main(argv))
 
+    def command() -> int:
+        with defer_interrupts():
+            from .cli.command import run  # imported here, so that Ctrl-C ends it with one line
+        return run(argv)
 
-def _main(argv: Sequence[str] | None) -> int:
-    with defer_interrupts():
-        from .cli.command import run  # imported here, so that Ctrl-C ends it with one line
-    return run(argv)
+    return run_command(command)
 
 
 if __name__ == "__main__":
