@@ -120,8 +120,9 @@ class Options:
             raise OutriderError("option", *unknown)
         changed = replace(self, **given)
         if isinstance(bias := changed.logit_bias, Mapping):
-            ids = {int(i) if str(i).isdecimal() else i: x for i, x in bias.items()}
-            changed = replace(changed, logit_bias=ids)
+            # Pairs: a mapping would drop one of two keys for the same id, such as "5" and "05".
+            pairs = tuple((int(i) if str(i).isdecimal() else i, x) for i, x in bias.items())
+            changed = replace(changed, logit_bias=pairs)
         changed.check()
         return changed
 

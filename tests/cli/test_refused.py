@@ -34,6 +34,8 @@ ONE = '{"prompt": "a"}'
         ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
          "there is no option 'topk'"),
         ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' (str) is not an int"),
+        ("--batch -", '{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "option",
+         "logit_bias=((5, 1), (5, 2)) (tuple) is not token ids, each with a bias"),
         ("--batch -", '{"prompt": "a", "max_new_tokens": null}', "option",
          "max_new_tokens=None (NoneType) is not an integer"),
         ("--batch - --draft none", '{"prompt": "a", "gamma": 2}', "option",
