@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from runtime.files.errors import CommandParser, OutriderError, first_line, run_command
+from runtime.files.errors import CommandParser, OutriderError, first_line, refuse_first, run_command
 from runtime.files.manifest import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 
@@ -46,20 +46,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    for name in ("rows", "vocab_size"):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value < 2**31:
-            option = "--" + name.replace("_", "-")
-            raise OutriderError(
-                "option", f"{option} {value} is out of range", f"Use 1 to {2**31 - 1}."
-            )
-    for name in (GRAPH_FILE, WEIGHTS_FILE):
-        if not (args.graph / name).is_file():
-            raise OutriderError(
-                "option",
-                f"{args.graph} has no {name}",
-                "Give the target/ folder that python -m export wrote.",
-            )
+    refuse_first(
+        (value is not None and not 1 <= value < 2**31, f"{option} {value} is out of range",
+         f"Use 1 to {2**31 - 1}.")
+        for option, value in (("--rows", args.rows), ("--vocab-size", args.vocab_size))
+    )  # fmt: skip
+    refuse_first(
+        (not (args.graph / name).is_file(), f"{args.graph} has no {name}",
+         "Give the target/ folder that python -m export wrote.")
+        for name in (GRAPH_FILE, WEIGHTS_FILE)
+    )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         args.out.mkdir()
