@@ -187,28 +187,22 @@ def check_backend(
     kinds = [kind for kind in get_args(Weights) if dtype in builder.RUNS.get(kind, ())]
     for option, kind in zip(("WEIGHTS", "DRAFT_WEIGHTS"), weights, strict=False):
         if kind not in ("full", *kinds):
-            known = kind in get_args(Weights)
-            raise OutriderError(
-                "backend",
-                f"the backend {backend} does not run {option}={kind} with DTYPE={dtype} in this "
-                "version",
-                f"Use DTYPE={' or '.join(builder.RUNS[kind])}."
-                if known and kind in builder.RUNS
-                else f"Use {option}={' or '.join(['full', *kinds])}"
-                + (", or another BACKEND." if known else "."),
-            )
+            cause = f"the backend {backend} does not run {option}={kind} with DTYPE={dtype}"
+            remedy = f"Use {option}={' or '.join(['full', *kinds])}"
+            if kind in get_args(Weights):
+                remedy += ", or another BACKEND"
+                if kind in builder.RUNS:
+                    remedy = f"Use DTYPE={' or '.join(builder.RUNS[kind])}"
+            raise OutriderError("backend", f"{cause} in this version", remedy)
     if cache and backend != "onnxruntime":
         cause = f"the backend {backend} does not run CACHE={cache} in this version"
         raise OutriderError("backend", cause, "Leave CACHE out, or use BACKEND=onnxruntime.")
-    levels = builder.LEVELS
-    if level is not None and level not in levels:
-        raise OutriderError(
-            "option",
-            f"OPT_LEVEL={level} does not apply to the backend {backend}"
-            if not levels
-            else f"OPT_LEVEL={level} is out of range",
-            f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
-        )
+    refuse_first([
+        (level is not None and not builder.LEVELS,
+         f"OPT_LEVEL={level} does not apply to the backend {backend}", "Leave OPT_LEVEL out."),
+        (level not in (None, *builder.LEVELS), f"OPT_LEVEL={level} is out of range",
+         f"Use 0 to {len(builder.LEVELS) - 1}."),
+    ])  # fmt: skip
     return builder.targets(sm, dtype, weights)
 
 

@@ -26,7 +26,7 @@ class Backend(Protocol):
     # and for RECURRENT_STATES.
     RUNS: Mapping[str, tuple[str, ...]]
     FORMAT: Format  # of the graphs
-    LEVELS: range  # optimisation levels; empty if the backend has none
+    LEVELS: range  # optimisation levels, from 0; empty if the backend has none
 
     def versions(self) -> dict[str, str]:
         """The versions of the libraries that it builds with."""
