@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 
 from runtime import OutriderError
 from runtime.certificate import check
+from runtime.decoder import Decoder
 from runtime.sampling import sampler as sampler_module
 from runtime.sampling.processors import (
     BadWords,
@@ -119,6 +120,25 @@ def test_drafts_of_all_kinds_share_a_round(temperature: float) -> None:
     assert texts == [plain(decoder, requests[0])] * 4
     assert 29 not in texts[0] and all(a != b for a, b in zip(texts[0], texts[0][1:], strict=False))
     assert 29 in plain(decoder, replace(requests[0], processors=()))
+
+
+@on_host
+@pytest.mark.parametrize("other", ["model", "random"])
+def test_a_chain_beside_a_draft_that_is_drawn(other: str) -> None:
+    """Its q is processed after its own tokens, and not after those that a draw of the shared round
+    makes up for it: with the same seed, the text is that of the chain alone."""
+    target = random_model(1)
+
+    def decoder(slots: int) -> Decoder:
+        return make_decoder(target, near(target, 2, 0.5), slots=slots)
+
+    for seed in range(20):
+        request = Request(
+            [2, 3, 3, 4, 3, 3], at(seed=seed), 4, "chain", processors=(whimsical,),
+            max_new_tokens=20,
+        )  # fmt: skip
+        beside, _ = run_all(decoder(2), [request, replace(request, draft=other)])
+        assert ids(beside) == ids(run(decoder(1), request))
 
 
 @on_host
