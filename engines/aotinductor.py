@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from runtime.files.errors import OutriderError, first_line, importing
@@ -33,11 +33,22 @@ from runtime.files.manifest import (
     GraphFacts,
 )
 from runtime.files.progress import stage
-from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
+from runtime.files.torch_files import (
+    JOINED,
+    WEIGHTS_FILE,
+    cpu_targets,
+    find_holes,
+    place_tensors,
+    program_files,
+    read_program,
+)
 
 from . import gpu_program
 from .gpus import CCCL, cuda_toolkit
 from .keys import engine_key
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
 # No quantised weights: each call would write a dense copy of them.
@@ -171,9 +182,11 @@ def compile(
             _toolchain(out) if gpu else nullcontext(),
         ):
             for file in to.compiled_files:
-                program = read_program(graph, encoder=file == to.encoder)
+                encoder = file == to.encoder
+                program = read_program(graph, encoder=encoder)
                 compile_options = _compile_options(gpu)
                 if gpu:
+                    _fill_holes(program, graph / program_files(encoder)[1])
                     program, joined = gpu_program.adapt_to_gpu(
                         passes.move_to_device_pass(program, "cuda"), facts.capacity
                     )
@@ -193,6 +206,18 @@ def compile(
             "Use BACKEND=onnxruntime, and please report the architecture.",
         ) from None
     return to
+
+
+def _fill_holes(program: torch.export.ExportedProgram, weights: Path, device: str = "cuda") -> None:
+    """Put zeros on the device in place of the tensors that are holes of the weights file."""
+    tensors = {**program.state_dict, **program.constants}
+    place_tensors(
+        program,
+        {
+            name: tensors[name].new_zeros(tensors[name].shape, device=device)
+            for name in find_holes(weights)
+        },
+    )
 
 
 def _compile_options(gpu: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runtime.files.torch_files import TENSOR_ALIGNMENT, place_tensors, program_files
+from runtime.files.torch_files import HOLE, TENSOR_ALIGNMENT, place_tensors, program_files
 
 from .decoder import Decoder, Example
 from .graph import ConstantErfinv, quiet
@@ -102,7 +102,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = F
     def aligned(size: int) -> int:
         return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
-    index: dict[str, tuple[str, list[int], int]] = {}
+    index: dict[str, tuple[object, ...]] = {}
     offsets: dict[tuple[object, ...], int] = {}
     distinct_tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
@@ -119,6 +119,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = F
             str(tensor.dtype).removeprefix("torch."),
             list(tensor.shape),
             offsets[identity],
+            *([HOLE] if hole else []),
         )
     header = json.dumps(index).encode()
     start = aligned(8 + len(header))

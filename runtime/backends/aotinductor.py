@@ -23,7 +23,7 @@ from ..files.manifest import (
     GraphFacts,
     Manifest,
 )
-from ..files.torch_files import JOINED, cpu_targets, program_files, read_tensors
+from ..files.torch_files import JOINED, cpu_targets, find_holes, program_files, read_tensors
 from .cuda import Cuda
 from .device import DeviceCall, PreparedEngine
 from .engine import Ids, Logits
@@ -94,8 +94,9 @@ def load_weights(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Load the weights of a file to a device. Returns them by their names in the file, and by the
     names that the code uses: each entry of `joined` is one tensor, of which its parts are views.
-    Tied weights, which share their place in the file, are loaded once."""
-    weights, loaded = read_tensors(path), {}
+    Tied weights, which share their place in the file, are loaded once. Holes of the file become
+    zeros without being read."""
+    weights, loaded, holes = read_tensors(path), {}, find_holes(path)
     read: dict[str, torch.Tensor] = {}
     moved: dict[tuple[object, ...], torch.Tensor] = {}
     for name in names:
@@ -104,11 +105,16 @@ def load_weights(
             rows = [len(part) for part in parts]
             whole = read[name] = parts[0].new_empty(sum(rows), *parts[0].shape[1:], device=device)
             for part, view in zip(joined[name], import_torch().split(whole, rows), strict=True):
-                loaded[part] = view.copy_(weights[part])
+                loaded[part] = view.zero_() if part in holes else view.copy_(weights[part])
             continue
         place = (weights[name].data_ptr(), weights[name].dtype, weights[name].shape)
         if place not in moved:
-            moved[place] = weights[name].to(device)
+            weight = weights[name]
+            moved[place] = (
+                weight.new_zeros(weight.shape, device=device)
+                if name in holes
+                else weight.to(device)
+            )
         loaded[name] = read[name] = moved[place]
     return loaded, read
 

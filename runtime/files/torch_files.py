@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 PROGRAM_FILE, WEIGHTS_FILE = "graph.pt2", "weights.bin"
 ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE = "encoder.pt2", "encoder.bin"
 TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
+HOLE = "hole"  # marks a tensor in a weights file that was never written
 # Key of a package's metadata: JSON that maps each weight that its code reads, but that is not in
 # the weights file, to the names of the weights whose rows it concatenates.
 JOINED = "outrider_joined"
@@ -25,22 +26,35 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a weights file, memory-mapped: nothing is read before it is used.
 
     File format: the length of a JSON object as 8 bytes, little-endian; that object, which maps each
-    name to a dtype, a shape and the offset of its bytes; then the tensors, from the next multiple
-    of `TENSOR_ALIGNMENT` on, each at such a multiple. Tied tensors share one offset.
+    name to a dtype, a shape, the offset of its bytes and, if they were never written, `HOLE`; then
+    the tensors, from the next multiple of `TENSOR_ALIGNMENT` on, each at such a multiple. Tied
+    tensors share one offset.
     """
     import torch
 
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
-    index = json.loads(data[8 : 8 + length].numpy().tobytes())
-    start = -(-(8 + length) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    index, start = _read_index(path)
     tensors = {}
-    for name, (kind, shape, offset) in index.items():
+    for name, (kind, shape, offset, *_) in index.items():
         dtype = getattr(torch, kind)
         raw = data[start + offset :][: math.prod(shape) * dtype.itemsize]
         tensors[name] = raw.view(dtype).reshape(shape)
     return tensors
+
+
+def find_holes(path: Path) -> set[str]:
+    """The tensors of a weights file that were never written. They read as zeros, but that takes as
+    long as reading others, and as much memory."""
+    return {name for name, (*_, last) in _read_index(path)[0].items() if last == HOLE}
+
+
+def _read_index(path: Path) -> tuple[dict[str, list[Any]], int]:
+    """The JSON object of a weights file, and where its tensors begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        index = json.loads(file.read(length))
+    return index, -(-(8 + length) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
 
 def read_program(folder: Path, *, encoder: bool = False) -> torch.export.ExportedProgram:

@@ -36,7 +36,7 @@ from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, PACKAGE_FILE, read_bundle
-from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.files.torch_files import WEIGHTS_FILE, find_holes, read_tensors
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
@@ -295,6 +295,28 @@ def test_weights_that_the_code_reads_as_one_are_views_of_it(tmp_path: Path) -> N
     assert torch.equal(read["joined_0"], torch.cat([parts["q"], parts["k"]]))
     loaded["k"].fill_(7)  # as the benchmarks do
     assert (read["joined_0"][4:] == 7).all()
+
+
+def test_weights_that_were_never_written_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: 19 GB of zeros were copied from a file to the GPU to load a constructed pair of 8B."""
+    tensors: dict[str, torch.Tensor] = {
+        name: torch.nn.Parameter(torch.ones(2, 3), False) for name in ("weight", "q", "k")
+    }
+    tensors["angles"] = torch.arange(3)
+    path = tmp_path / WEIGHTS_FILE
+    # Whoever reads a tensor gets ones.
+    monkeypatch.setattr("runtime.backends.aotinductor.read_tensors", lambda path: tensors)
+    for holes in (False, True):
+        _write_tensors(tensors, path, holes)
+        assert find_holes(path) == ({"weight", "q", "k"} if holes else set())
+        names = ["weight", "joined_0", "angles"]
+        loaded, read = load_weights(path, names, {"joined_0": ["q", "k"]}, "cpu")
+        assert all(loaded[name].eq(not holes).all() for name in ("weight", "q", "k"))
+        assert read["joined_0"].eq(not holes).all() and read["angles"].tolist() == [0, 1, 2]
+    written = {name: tensor.tolist() for name, tensor in read_tensors(path).items()}
+    assert written == {**dict.fromkeys(("weight", "q", "k"), [[0] * 3] * 2), "angles": [0, 1, 2]}
 
 
 def test_half_precision_and_its_memory(driver: FakeDriver) -> None:

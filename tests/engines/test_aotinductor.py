@@ -25,6 +25,7 @@ from workshop import Workshop
 import engines.__main__
 from engines import aotinductor, gpu_program, gpus
 from engines.bundle import build
+from export.program import save
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import PACKAGE_FILE, EngineFacts, read_pair
@@ -307,6 +308,19 @@ def test_products_that_float16_cannot_hold() -> None:
     found = gpu_program._attention(queries, keys, values, seen, scale=64**-0.5, enable_gqa=True)
     expected = values.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(1, 4, 3, 64)
     torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=0)
+
+
+def test_a_build_reads_no_weights_that_were_never_written(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.BatchNorm1d(2)).eval()
+    save(torch.export.export(module, (torch.ones(4, 3),)), tmp_path, holes=True)
+    program = read_program(tmp_path)
+    aotinductor._fill_holes(program, tmp_path / WEIGHTS_FILE, "meta")
+    assert {
+        name: (tensor.device.type, tuple(tensor.shape))
+        for name, tensor in program.state_dict.items()
+        if name in ("0.weight", "1.weight", "1.running_var")
+    } == {"0.weight": ("meta", (2, 3)), "1.weight": ("meta", (2,)), "1.running_var": ("cpu", (2,))}
+    assert isinstance(program.state_dict["0.weight"], torch.nn.Parameter)
 
 
 @pytest.mark.slow

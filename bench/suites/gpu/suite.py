@@ -59,6 +59,7 @@ SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors"
 # As much information on failures as possible, because the machine may not be available again.
 VERBOSE_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
 NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # result of checks that need one
+WORK_FOLDER = CHECKOUT / "build" / "gpu-engines"  # of bundles; the report's folder is copied
 KILL_SECONDS = 10  # to wait for a killed process; the driver may hold it while a kernel runs
 
 
@@ -90,16 +91,14 @@ def parts(out: Path, architecture: str) -> list[Part]:
         Part(
             "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=40
         ),
-        *timed_pair_parts("1b+small", work_folder(4), (220, 200), (80, 130)),
+        *timed_pair_parts("1b+small", WORK_FOLDER, (220, 200), (80, 130)),
     ]
     second = [
-        # Holes in the weights file read as zeros when it is compiled or loaded, so in memory they
-        # take their full size.
-        *timed_pair_parts("8b+1b", work_folder(20), (240, 270), (130, 190), min_left=240),
+        *timed_pair_parts("8b+1b", WORK_FOLDER, (240, 270), (130, 190), min_left=240),
         Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=120),
     ]
     third = [
-        *bundled_pair_parts(work_folder(1)),
+        *bundled_pair_parts(WORK_FOLDER),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
                               "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
                               *KERNEL_TESTS], 120, expected=60),
@@ -163,18 +162,6 @@ def bundled_pair_parts(parent: Path, *, device: str = "cuda") -> list[Part]:
         Part("remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
     ]  # fmt: skip
     return [replace(part, name=f"bundled: {part.name}") for part in found]
-
-
-def work_folder(gib: float) -> Path:
-    """The folder for bundles. It is not the report's folder, which is copied. It is in memory if
-    files of that size leave most of it free, because a disk may write only 0.2 GB/s."""
-    memory = Path("/dev/shm")
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Compiled code is loaded from there.
-    usable = memory.is_dir() and not os.statvfs(memory).f_flag & os.ST_NOEXEC
-    if usable and min(shutil.disk_usage(memory).free, free / 2) > gib * 2**30:
-        return memory / "outrider-gpu-check"
-    return CHECKOUT / "build" / "gpu-engines"
 
 
 def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Bundles of constructed pairs without written weights.
 
 The weights file has the layout of all tensors, and contains the few that are not weights. The rest
-is a hole, which takes no disk space and reads as zeros, until `constructed.fill_weights` computes
-the weights in the engine's memory. So building an 8B pair takes only the time of its compilers:
-nothing is hashed, and no logits are compared. Target and draft are compiled in parallel.
+is a hole, which takes no disk space and is never read: `constructed.fill_weights` computes the
+weights in the engine's memory. So building an 8B pair takes only the time of its compilers: nothing
+is hashed, and no logits are compared. Target and draft are compiled in parallel.
 """
 
 from __future__ import annotations
