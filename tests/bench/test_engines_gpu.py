@@ -253,6 +253,16 @@ def test_the_times_run_to_their_end(built: Path) -> None:
     assert str(built) not in json.dumps(report)
 
 
+def test_a_growing_cache_needs_no_plan_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: torch prefers cuDNN's attention on Hopper, which prepares one for each length."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    subject: Any = Times.__new__(Times)
+    subject._peer = lambda role: None
+    subject._compare = lambda peers: {"cudnn": enabled()}
+    assert subject.transformers() == {"cudnn": False}
+    assert subject.transformers_static() == {"cudnn": True} and enabled()
+
+
 def test_what_breaks_is_named_and_breaks_nothing_else(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

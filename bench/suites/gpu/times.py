@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,12 +246,13 @@ class Times:
     def transformers(self) -> dict[str, Any]:
         """Compare with Transformers' `generate` on the same device, plain and assisted, with its
         defaults: kernel by kernel, with a growing cache."""
-        return self._compare(
-            {
-                "transformers": {},
-                "transformers, assistant_model": {"assistant_model": self._peer("draft")},
-            }
-        )
+        with without_cudnn_attention():
+            return self._compare(
+                {
+                    "transformers": {},
+                    "transformers, assistant_model": {"assistant_model": self._peer("draft")},
+                }
+            )
 
     def transformers_static(self) -> dict[str, Any]:
         """Compare with `generate` with a static cache, which it compiles on a GPU."""
@@ -285,6 +287,21 @@ class Times:
     def _peer(self, role: str) -> Any:
         shared = engine_weights(self.engine, role) if is_constructed(self.engine) else None
         return transformers_model(self.folder / role, self.device, shared)
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Disable cuDNN's attention, which torch prefers on Hopper. It prepares a plan for each new
+    length, so a growing cache needs hundreds of them: their time is unknown, perhaps a minute."""
+    import torch
+
+    cuda: Any = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before)
 
 
 def hf_generate(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
