@@ -16,8 +16,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import rounds
-from cuda_standin import FakeDriver
-from device_standin import FakeDeviceEngine, make_device, make_driver
+from cuda_standin import FakeDriver, make_device
+from device_standin import FakeDeviceEngine
 from fakes import FakeEngine, random_model
 
 from runtime.files.manifest import GraphFacts, Manifest
@@ -66,7 +66,7 @@ def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def driver() -> FakeDriver:
     """A fake GPU driver that runs the emulated kernels."""
-    return make_driver()
+    return FakeDriver()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 // Runs the CUDA kernels on the host, for tests without a GPU: blocks one after another in random
 // order, their threads as coroutines that switch at barriers, warps in random order. This tests the
-// logic and the completeness of the plan, but not speed or memory ordering. Compiled together with
-// the CPU library; its functions have the signatures of outrider_draw and outrider_verify.
+// logic and the completeness of the plan, but not speed or memory ordering. The hosts that launch
+// them are stand-ins for the CUDA driver.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -240,7 +240,19 @@ const std::map<std::string, void (*)(const void*)> kernels = {
 };
 #undef KERNEL
 
-void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* parameter) {
+} // namespace
+
+extern "C" {
+
+// Sets the seed of the execution order.
+OUTRIDER_API void outrider_emulate_seed(uint32_t seed) { rng.seed(seed); }
+
+OUTRIDER_API int32_t outrider_emulate_has_kernel(const char* kernel) {
+  return kernels.count(kernel) != 0;
+}
+
+OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
+                                          uint32_t threads, const void* parameter) {
   kernels.at(kernel)(parameter);
   blockDim = {threads, 1, 1};
   gridDim = {grid[0], grid[1], grid[2]};
@@ -253,107 +265,6 @@ void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const 
     blockIdx = index;
     run_block();
   }
-}
-
-void launch(const outrider_device_plan& plan) {
-  for (int32_t i = 0; i < plan.launch_count; ++i)
-    launch(plan.launches[i].kernel, plan.launches[i].grid, plan.launches[i].block, plan.call);
-}
-
-int32_t added_flags = 0, removed_flags = 0;
-
-int32_t flags_of(const outrider_slot* slots, int32_t count) {
-  int32_t flags = added_flags;
-  for (int b = 0; b < count; ++b) flags |= needed_flags(slots[b], true);
-  return flags & ~removed_flags;
-}
-
-// One workspace per set of sizes, never cleared. Kernels must not read anything but its counters
-// before writing it, so the rest starts as garbage.
-struct Workspace {
-  std::vector<unsigned char> memory;
-  unsigned char* begin;
-  size_t size;
-};
-Workspace& workspace_of(const outrider_device_sizes& sizes) {
-  static std::map<std::array<int32_t, 5>, Workspace> all;
-  Workspace& made = all[{sizes.slot_count, sizes.width, sizes.vocab_size, sizes.draft_vocab_size,
-                         sizes.flags}];
-  if (made.memory.empty()) {
-    made.size = outrider_device_workspace_size(&sizes);
-    made.memory.assign(made.size + 256, 0xA5);
-    const auto start = reinterpret_cast<std::uintptr_t>(made.memory.data());
-    made.begin = made.memory.data() + (256 - start % 256);
-    std::memset(made.begin, 0, static_cast<size_t>(sizes.slot_count) * sizeof(uint32_t));
-  }
-  return made;
-}
-
-int32_t call_status(const outrider_slot* slots, const outrider_verdict* verdicts, int32_t count,
-                    int32_t width) {
-  int32_t status = OUTRIDER_OK;
-  for (int b = 0; verdicts != nullptr && b < count; ++b) {
-    if (!is_valid(slots[b], width)) return verdicts[b].status; // as in the CPU library
-    if (verdicts[b].status != OUTRIDER_OK) status = OUTRIDER_SLOT_FAILED;
-  }
-  return status;
-}
-
-} // namespace
-
-extern "C" {
-
-// Set flags to add to those that the slots need, flags to remove from them, and the seed of the
-// execution order.
-OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed) {
-  added_flags = added;
-  removed_flags = removed;
-  rng.seed(seed);
-}
-
-// For hosts that launch kernels themselves.
-OUTRIDER_API int32_t outrider_emulate_has_kernel(const char* kernel) {
-  return kernels.count(kernel) != 0;
-}
-OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
-                                          uint32_t threads, const void* parameter) {
-  launch(kernel, grid, threads, parameter);
-}
-
-OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
-                                           const outrider_slot* slots, int32_t slot_count,
-                                           int32_t width, int32_t step, const double* uniforms,
-                                           int64_t* drafts, outrider_row* rows,
-                                           outrider_verdict* verdicts, void*, size_t, int32_t) {
-  const outrider_device_sizes sizes = {slot_count, width, 0, logits->vocab_size,
-                                       flags_of(slots, slot_count), 0};
-  Workspace& workspace = workspace_of(sizes);
-  outrider_device_plan plan;
-  const int32_t status =
-      outrider_device_plan_draw(&sizes, logits, slots, step, uniforms, drafts, rows, verdicts,
-                                workspace.begin, workspace.size, &plan);
-  if (status != OUTRIDER_OK) return status;
-  launch(plan);
-  return call_status(slots, verdicts, slot_count, width);
-}
-
-OUTRIDER_API int32_t outrider_emulate_verify(
-    const outrider_logits* target, const outrider_logits* draft, const outrider_slot* slots,
-    int32_t slot_count, int32_t width, const double* uniforms, const int64_t* drafts,
-    const outrider_row* rows, outrider_verdict* verdicts, double* ratios, void*, size_t, int32_t) {
-  const bool has_draft = draft != nullptr && draft->data != nullptr;
-  const int32_t shapes = has_draft && rows == nullptr ? OUTRIDER_DEVICE_SHAPES : 0;
-  const outrider_device_sizes sizes = {slot_count, width, target->vocab_size,
-                                       has_draft ? draft->vocab_size : 0,
-                                       flags_of(slots, slot_count) | shapes, 0};
-  Workspace& workspace = workspace_of(sizes);
-  outrider_device_plan plan;
-  const int32_t status = outrider_device_plan_verify(
-      &sizes, target, draft, slots, uniforms, drafts, rows, verdicts, ratios, workspace.begin,
-      workspace.size, &plan);
-  if (status != OUTRIDER_OK) return status;
-  launch(plan);
-  return call_status(slots, verdicts, slot_count, width);
 }
 
 } // extern "C"

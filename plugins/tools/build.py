@@ -92,21 +92,19 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found. Install g++ or clang++, or set CXX.")
 
 
-def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
-    """The library's sources with their flags. session: include the session of outrider_session.h.
-    operators: include the operators for ONNX Runtime, which take most of the compile time."""
+def units(machine: str, *, session: bool) -> list[Unit]:
+    """The library's sources with their flags. session: include that of outrider_session.h."""
     kind = BASE_FLAGS.get(machine, [])
     return [
         ("cpu/outrider_cpu.cpp", [*kind, "-pthread"]),
         ("cpu/outrider_rounding.cpp", [*kind, "-pthread"]),
         ("cpu/outrider_softmax.cpp", kind),
         *((source, [*kind, "-pthread"]) for source in SESSION_SOURCES if session),
-        *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATOR_SOURCES if operators),
+        *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATOR_SOURCES),
         *(
             (source, [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"',
                       *more, *own])
             for source, table, sets, more in LOOP_SOURCES
-            if operators or not source.startswith("onnxruntime/")
             for name, own in {"plain": kind, **sets.get(machine, {})}.items()
         ),
     ]  # fmt: skip
@@ -138,15 +136,13 @@ def build(
 
 
 def build_emulated(out: Path) -> Path:
-    """Compile the CPU library's sampling and the emulated CUDA kernels. Raises BuildError."""
+    """Compile the CUDA kernels for the host. Raises BuildError."""
     # FMA, as on a GPU. Warnings of CUDA sources are disabled: nvcc reports them.
     flags = ["-mfma", "-mavx2"] if platform.machine() == "x86_64" else []
     # setjmp switches between stacks, and kernels read memory as words.
     flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
-    more = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
-    return _compile_library(
-        out, "emulated", ".so", PLUGINS_FOLDER, ["-shared"], more, operators=False
-    )
+    jobs = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
+    return build_cached(out, "emulated", ".so", jobs, ["-shared"], headers())
 
 
 def build_fuzz(
@@ -160,10 +156,10 @@ def build_fuzz(
 
 def _compile_library(
     out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
-    *, session: bool = False, operators: bool = True,
+    *, session: bool,
 ) -> Path:  # fmt: skip
     """Compile the library's sources and `more`."""
-    jobs = [*units(platform.machine(), session=session, operators=operators), *more]
+    jobs = [*units(platform.machine(), session=session), *more]
     input_files = (*headers(sources), *(sources / source for source, _ in more))
     return build_cached(out, name, suffix, jobs, extra, input_files, sources)
 

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_standin import FakeDriver
-from device_standin import make_device
+from cuda_standin import FakeDriver, make_device
 from devices import texts
 from workshop import Workshop
 

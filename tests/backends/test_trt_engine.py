@@ -15,7 +15,8 @@ from typing import Any
 import device_standin
 import pytest
 import tensorrt_standin
-from device_standin import facts_of, make_device, make_driver
+from cuda_standin import FakeDriver, make_device
+from device_standin import facts_of
 from devices import DRAFT, MODEL, text, texts
 from fakes import FakeEngine
 from rtx import needs_library
@@ -45,7 +46,7 @@ class Bench:
 
     def __init__(self, folder: Path, library: type[FakeTensorRt] = FakeTensorRtx):
         self.folder = folder
-        self.driver = make_driver()
+        self.driver = FakeDriver()
         self.library = library(self.driver)
         self.library.profiles = [
             tuple((sizes[0], sizes[-1]) for sizes in (p.slots, p.tokens, p.outputs))

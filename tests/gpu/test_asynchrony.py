@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_standin import FakeDriver
-from device_standin import make_device, make_driver
+from cuda_standin import FakeDriver, make_device
 from devices import DRAFT, MODEL, decode_randomly, decoder_on, host, steps
 from rounds import broken, cases
 
@@ -29,7 +28,7 @@ def test_the_hosts_tokens_whenever_things_happen(
 ) -> None:
     """With so little page-locked memory that uploads have to wait for it."""
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
-    driver = make_driver(seed)
+    driver = FakeDriver(seed=seed)
     found = decode_randomly(decoder_on(driver, rounds=rounds, slots=3), seed)
     assert found == decode_randomly(host(monkeypatch, slots=3), seed)
 
@@ -41,7 +40,8 @@ def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyP
     with broken("backends.cuda.Cuda.wait_for_event", lambda self, event: None):
         for seed in SEEDS:
             try:
-                noticed += decode_randomly(decoder_on(make_driver(seed), slots=3), 0) != expected
+                decoder = decoder_on(FakeDriver(seed=seed), slots=3)
+                noticed += decode_randomly(decoder, 0) != expected
             except (OutriderError, AssertionError, ValueError, IndexError):
                 noticed += 1
     assert noticed
@@ -54,7 +54,7 @@ def test_what_is_uploaded_is_not_overwritten_before_it_is_read(
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
 
     def crossed(seed: int) -> list[int]:
-        device = make_device(make_driver(seed))
+        device = make_device(FakeDriver(seed=seed))
         stream, found = device.create_stream(), np.zeros(9, np.int64)
         address = device.allocate(found.nbytes)
         for i in range(len(found)):
@@ -72,7 +72,7 @@ def test_memory_is_zero_before_anybody_has_it() -> None:
     """On any stream. Control: without the wait some streams read the old contents."""
 
     def first_bytes(seed: int) -> list[int]:
-        device = make_device(make_driver(seed))
+        device = make_device(FakeDriver(seed=seed))
         stream, found = device.create_stream(), device.allocate_pinned(8)
         device.download(found, device.allocate(8), stream)
         device.wait_for_stream(stream)
@@ -117,7 +117,7 @@ def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.Monkey
     monkeypatch.setattr("devices.MODEL", rounded(MODEL))
     monkeypatch.setattr("devices.DRAFT", rounded(DRAFT))
     half = decoder_on(driver, slots=3, dtype="bfloat16")
-    whole = decoder_on(make_driver(), slots=3)
+    whole = decoder_on(FakeDriver(), slots=3)
     assert decode_randomly(half, 0) == decode_randomly(whole, 0)
     half_bytes, bytes_ = (x.rounds._sizes.bytes()["target_logits"] for x in (half, whole))
     assert 2 * half_bytes == bytes_

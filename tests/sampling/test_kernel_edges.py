@@ -149,7 +149,7 @@ def test_a_place_out_of_range_is_refused(numbers):
 def test_a_gpu_refuses_counts_and_biases(name):
     """The slot's verdict is an error, not a wrong token; a decoder refuses them first, by name."""
     case = Case(12, 127, 1, slots=1)
-    with pytest.raises(OutriderError, match="parameter is out of range"):
+    with pytest.raises(ValueError, match="parameter is out of range"):
         by_library(emulated_library(), case, case.places(SamplingParams(**COUNTED[name])))
 
 

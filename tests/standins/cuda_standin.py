@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import random
+import tempfile
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runtime.gpu.launch import Loop, Plan, Ring
+import pytest
+
+from plugins.tools.build import BuildError, build_emulated
+from runtime.gpu.launch import Device, Loop, Plan, Ring
 from runtime.sampling import kernel
 
 DEFAULT, STREAM = 0, 0x5EED  # neither waits for the other
@@ -58,9 +64,20 @@ def _garbage(size: int) -> Any:
     return (ctypes.c_char * size).from_buffer(bytearray(b"\xa5" * size))
 
 
+@cache
+def emulation() -> ctypes.CDLL:
+    """The library of plugins/cuda/emulate.cpp; skips the test where it cannot be compiled."""
+    try:
+        library = ctypes.CDLL(str(build_emulated(Path(__file__).parents[2] / "build" / "lib")))
+    except BuildError as error:
+        pytest.skip(f"the emulation cannot be built here: {error}")
+    pointer = ctypes.c_void_p
+    library.outrider_emulate_launch.argtypes = ctypes.c_char_p, pointer, ctypes.c_uint32, pointer
+    return library
+
+
 class FakeDriver:
-    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes of device memory. seed: for
-    the timing of work.
+    """memory: bytes of device memory. seed: for the timing of work.
 
     launched: every kernel that ran. log: operations on streams and graphs, in order.
     """
@@ -73,13 +90,9 @@ class FakeDriver:
     CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
-    def __init__(self, emulation: ctypes.CDLL, memory: int = 1 << 28, seed: int = 0):
-        self._emulation, self._memory = emulation, memory
+    def __init__(self, memory: int = 1 << 28, seed: int = 0):
+        self._emulation, self._memory = emulation(), memory
         self._chance = random.Random(seed)
-        pointer = ctypes.c_void_p
-        emulation.outrider_emulate_launch.argtypes = (
-            ctypes.c_char_p, pointer, ctypes.c_uint32, pointer,
-        )  # fmt: skip
         self.allocated: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.launched: list[tuple[str, tuple[int, int, int], int, int]] = []
@@ -379,3 +392,9 @@ class FakeDriver:
     def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> Status:
         assert self._is_pinned(target)
         return self.cuMemcpyDtoDAsync(target, address, size, stream)
+
+
+def make_device(driver: FakeDriver, ordinal: int = 0) -> Device:
+    """A GPU with this driver; its machine code is an empty file."""
+    with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
+        return Device(ordinal, Path(image.name), driver)

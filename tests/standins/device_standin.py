@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuda_standin import FakeDriver
+from cuda_standin import FakeDriver, make_device
 from fakes import FakeEngine, IdleFake, Model, graph_facts
-from samplers import emulated_library
 
 from runtime.backends.cuda import Cuda
 from runtime.backends.device import DeviceCall, DeviceEngine
 from runtime.backends.engine import Ids
 from runtime.files.manifest import Dtype, GraphFacts
-from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 
 
@@ -87,17 +84,6 @@ class FakeDeviceEngine(DeviceEngine):
         ctypes.memmove(call.logits, logits.ctypes.data, logits.nbytes)
 
 
-def make_driver(seed: int = 0) -> FakeDriver:
-    """A driver that runs the emulated kernels; skips the test where they cannot be compiled."""
-    return FakeDriver(emulated_library(), seed=seed)
-
-
-def make_device(driver: FakeDriver, ordinal: int = 0) -> Device:
-    """A GPU with this driver; its machine code is an empty file."""
-    with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
-        return Device(ordinal, Path(image.name), driver)
-
-
 def make_rounds(
     target: FakeEngine,
     draft: FakeEngine | None,
@@ -109,7 +95,7 @@ def make_rounds(
 ) -> DeviceRounds:
     """Rounds on fake engines. rounds: `DeviceRounds` or `LoopingRounds`; dtype: of the logits;
     options: those of `rounds`."""
-    driver = driver or make_driver()
+    driver = driver or FakeDriver()
     device = make_device(driver)
     stream = device.create_stream()
     engines = [

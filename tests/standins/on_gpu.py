@@ -34,10 +34,13 @@ def flags_of(slots: Array) -> int:
 
 
 class OnGpu:
-    """Replaces `kernel.load()`: all functions but draw and verify are the CPU library's."""
+    """Replaces `kernel.load()`: all functions but draw and verify are the CPU library's. added,
+    removed: flags set or cleared in plans, beside those that the slots need."""
 
     def __init__(self, device: Device, library: ctypes.CDLL):
         self._device, self._library = device, library
+        self._workspaces: dict[bytes, int] = {}
+        self.added = self.removed = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
@@ -53,8 +56,8 @@ class OnGpu:
             places = memory.slots(slots, count)
             at, places["index"] = np.unique(places["index"], return_inverse=True)
             device_logits = memory.logits(given, at, 1)
-            sizes = KernelSizes(count, width, 0, given.vocab_size, flags_of(places), 0)
-            buffers = memory.buffers(sizes, places, drafts, rows)
+            sizes = KernelSizes(count, width, 0, given.vocab_size, self._flags_of(places), 0)
+            buffers = memory.buffers(sizes, places, drafts, rows, self._workspace(sizes))
             device_uniforms = memory.copied(uniforms, 8 * count * width) if uniforms else 0
             plan = cuda_kernel.plan_draw(
                 sizes, device_logits, buffers, step, uniforms=device_uniforms,
@@ -82,14 +85,14 @@ class OnGpu:
             given_draft = kernel.Logits.from_address(draft) if draft else None
             if given_draft is not None and given_draft.data:
                 device_draft = memory.logits(given_draft, at, most)
-            flags = flags_of(places)
+            flags = self._flags_of(places)
             if device_draft is not None and not rows:
                 flags |= cuda_kernel.SHAPES
             sizes = KernelSizes(
                 count, width, given.vocab_size,
                 device_draft.vocab_size if device_draft else 0, flags, 0,
             )  # fmt: skip
-            buffers = memory.buffers(sizes, places, drafts, rows)
+            buffers = memory.buffers(sizes, places, drafts, rows, self._workspace(sizes))
             device_uniforms = memory.copied(uniforms, 8 * count * (width + 1)) if uniforms else 0
             plan = cuda_kernel.plan_verify(
                 sizes, device_target, device_draft, buffers, uniforms=device_uniforms,
@@ -98,6 +101,21 @@ class OnGpu:
             status = self._run(plan, buffers, verdicts, count)
             self._device.read(ratios, buffers.ratios, 8 * count * width)
         return status
+
+    def _flags_of(self, slots: Array) -> int:
+        return (flags_of(slots) | self.added) & ~self.removed
+
+    def _workspace(self, sizes: KernelSizes) -> int:
+        """One workspace per set of sizes, never cleared. Kernels must not read anything but its
+        counters before writing it, so the rest starts as garbage."""
+        key = bytes(sizes)
+        if key not in self._workspaces:
+            size = cuda_kernel.workspace_size(sizes, self._library)
+            content = np.full(size, 0xA5, np.uint8)
+            content[: 4 * sizes.slot_count] = 0
+            self._workspaces[key] = self._device.allocate(size)
+            self._device._call("cuMemcpyHtoD", self._workspaces[key], content.ctypes.data, size)
+        return self._workspaces[key]
 
     def _run(self, plan: Plan, buffers: KernelBuffers, verdicts: int, count: int) -> int:
         self._device.launch(plan)
@@ -110,7 +128,7 @@ class OnGpu:
 
     @contextmanager
     def _memory(self) -> Iterator[_Memory]:
-        memory = _Memory(self._device, self._library)
+        memory = _Memory(self._device)
         try:
             yield memory
         finally:
@@ -120,8 +138,8 @@ class OnGpu:
 class _Memory:
     """The device memory of one call, and the host memory copied into it."""
 
-    def __init__(self, device: Device, library: ctypes.CDLL):
-        self._device, self._library = device, library
+    def __init__(self, device: Device):
+        self._device = device
         self._taken: list[int] = []
 
     def free(self) -> None:
@@ -163,7 +181,7 @@ class _Memory:
         return kernel.Logits(address, count * size, size, given.vocab_size, given.dtype)
 
     def buffers(
-        self, sizes: KernelSizes, slots: Array, drafts: int, rows: int | None
+        self, sizes: KernelSizes, slots: Array, drafts: int, rows: int | None, workspace: int
     ) -> KernelBuffers:
         count, width = sizes.slot_count, sizes.width
         row_size = kernel.ROW.itemsize * count * width
@@ -173,7 +191,7 @@ class _Memory:
             rows=self.copied(rows, row_size) if rows else 0,
             verdicts=self.zeroed(kernel.VERDICT.itemsize * count),
             ratios=self.zeroed(8 * count * width),
-            workspace=self.zeroed(cuda_kernel.workspace_size(sizes, self._library)),
+            workspace=workspace,
         )
 
 

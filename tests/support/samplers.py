@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_standin import FakeDriver, make_device
 from on_gpu import OnGpu, open_gpu
 
-from plugins.tools.build import BuildError, build, build_emulated
+from plugins.tools.build import BuildError, build
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GAMMA_LIMIT
 from runtime.sampling import kernel, native
@@ -110,17 +111,9 @@ def instructions(name: str) -> Iterator[bool]:
 
 
 @cache
-def emulated_library() -> ctypes.CDLL:
+def emulated_library() -> OnGpu:
     """The CPU library with the draw and the verification of the emulated CUDA kernels."""
-    try:
-        library = kernel.load_file(build_emulated(LIBRARIES))
-    except BuildError as error:
-        pytest.skip(f"the emulation cannot be built here: {error}")
-    for name in ("draw", "verify"):
-        function = getattr(library, f"outrider_emulate_{name}")
-        function.restype, function.argtypes = kernel._SIGNATURES[f"outrider_{name}"]
-        setattr(library, f"outrider_{name}", function)
-    return library
+    return OnGpu(make_device(FakeDriver()), cpu_library())
 
 
 def open_backend(name: str) -> ctypes.CDLL | OnGpu | str:
