@@ -34,7 +34,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed: see make
 
 pytestmark = pytest.mark.slow
 BUNDLE = CHECKOUT / os.environ.get("ENGINES", "build/demo")
-QUEUE, SLOTS = 200, 2  # Ray runs one replica per slot
+QUEUE, SLOTS = 20, 2  # Ray runs one replica per slot
 LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 REPLICA = b"ray::ServeReplica:default:Replica"
 
@@ -120,12 +120,12 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def wait_until(condition: Callable[[], bool], seconds: int = 120) -> None:
-    for _ in range(seconds * 4):
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(480):
         if condition():
             return
         time.sleep(0.25)
-    raise AssertionError(f"not within {seconds} seconds")
+    raise AssertionError("not within 120 seconds")
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -452,9 +452,14 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
                     model="demo", prompt="import ", max_tokens=2, temperature=0.8, seed=seed
                 )
             )
-            for seed in range(QUEUE + 40)
+            for seed in range(QUEUE + 100)
         ]
-        while sum(task.done() for task in many) < 40:  # until 40 are refused
+
+        def refused() -> int:
+            return sum(task.done() and task.exception() is not None for task in many)
+
+        # If the long requests end meanwhile, others are answered, and fewer refused.
+        while refused() < 40 and not all(task.done() for task in many):
             await asyncio.sleep(0.1)
         for stream in slots:
             await stream.close()
