@@ -11,11 +11,14 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import TENSORRT
+from plugin_child import drive
 from rounds import cases
 from samplers import LIBRARIES, Case
 from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
@@ -127,24 +130,15 @@ def tools(library, tmp_path_factory):
     return folder / "driver_standin.so", kernels, folder / "plugin_harness.so", library
 
 
-@pytest.fixture
-def run_plugin(tools, tmp_path):
-    """A function that runs cases, each {input: array}, and returns (answers, lines) for each."""
+@pytest.fixture(scope="module")
+def run_plugin(tools):
+    """A function that runs cases and returns (answers, lines) for each: see plugin_child.py."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
 
-    def run(*cases, plugin=tools[3]):
-        for i, case in enumerate(cases):
-            options = {"vocab_size": 0, "rule": "token"}
-            np.savez(tmp_path / f"{i:03}.npz", **{**options, **case})
-        command = [sys.executable, TESTS / "plugin_child.py", *tools[:3], plugin, tmp_path]
-        subprocess.run(command, check=True)
-        got = []
-        for i in range(len(cases)):
-            outputs = np.load(tmp_path / f"{i:03}.out.npz").values()
-            answers = list(zip(*map(np.ndarray.tolist, outputs), strict=True))
-            got.append((answers, (tmp_path / f"{i:03}.txt").read_text().splitlines()))
-        return got
+        def run(*cases, plugin=tools[3]):
+            return process.submit(drive, *tools[:3], plugin, cases).result()
 
-    return run
+        yield run
 
 
 def make_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):

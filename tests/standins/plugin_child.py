@@ -1,13 +1,12 @@
-"""Drives the TensorRT plugin with a fake CUDA driver, in a separate process because that driver has
-libcuda's soname. Arguments: the driver, the emulated kernels, the harness, the plugin, and a folder
-of cases.
-"""
+"""Drives the TensorRT plugin with a fake CUDA driver. Runs in a separate process, because that
+driver has libcuda's soname."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ INPUTS = (
     "target_logits", "draft_logits", "drafts", "seed", "position", "gamma", "temperature",
     "lenience",
 )  # fmt: skip
-OUTPUTS = {"accepted": np.int32, "token": np.int64, "status": np.int32}
+OUTPUTS = np.int32, np.int64, np.int32  # accepted, token, status
 TYPES = {"float32": 0, "float16": 1, "uint16": 7}  # nvinfer1::DataType; uint16 holds bfloat16
 
 
@@ -31,35 +30,35 @@ class Case(ctypes.Structure):
     )
 
 
-def main() -> None:
-    driver_path, kernels, harness_path, plugin, folder = sys.argv[1:]
-    driver = ctypes.CDLL(driver_path)  # its soname is the one that the plugin loads
-    assert driver.fake_kernels(kernels.encode())
-    harness = ctypes.CDLL(harness_path)
+def drive(
+    driver_path: Path, kernels: Path, harness_path: Path, plugin: Path,
+    cases: Sequence[Mapping[str, Any]],
+) -> list[tuple[list[tuple[int, int, int]], list[str]]]:  # fmt: skip
+    """Run cases, each {input or option: value}. Returns the outputs of each, by slot, and what the
+    plugin and the driver reported."""
+    driver = ctypes.CDLL(str(driver_path))  # its soname is the one that the plugin loads
+    assert driver.fake_kernels(bytes(kernels))
+    harness = ctypes.CDLL(str(harness_path))
     driver.fake_told.restype = harness.drive.restype = ctypes.c_char_p
-    for path in sorted(Path(folder).glob("*.npz")):
-        given = dict(np.load(path))
-        options = {name: given.pop(name).item() for name in ("vocab_size", "rule")}
+    found = []
+    for given in cases:
         arrays = [np.ascontiguousarray(given[name]) for name in INPUTS]
         (slots, rows, width), (_, draft_rows, draft_width) = arrays[0].shape, arrays[1].shape
-        outputs = {name: np.full(slots, 99, dtype) for name, dtype in OUTPUTS.items()}
+        outputs = [np.full(slots, 99, dtype) for dtype in OUTPUTS]
         case = Case(
             TYPES[arrays[0].dtype.name],
-            options["vocab_size"],
+            given.get("vocab_size", 0),
             slots,
             rows,
             draft_rows,
             width,
             draft_width,
-            options["rule"].encode() or None,
+            given.get("rule", "token").encode(),
             (ctypes.c_void_p * 8)(*(array.ctypes.data for array in arrays)),
-            (ctypes.c_void_p * 3)(*(array.ctypes.data for array in outputs.values())),
+            (ctypes.c_void_p * 3)(*(array.ctypes.data for array in outputs)),
         )
         driver.fake_told()
-        text = harness.drive(plugin.encode(), ctypes.byref(case)).decode()
-        np.savez(path.with_suffix(".out"), **outputs)
-        path.with_suffix(".txt").write_text(text + driver.fake_told().decode())
-
-
-if __name__ == "__main__":
-    main()
+        text = harness.drive(bytes(plugin), ctypes.byref(case)) + driver.fake_told()
+        answers = zip(*(array.tolist() for array in outputs), strict=True)
+        found.append((list(answers), text.decode().splitlines()))
+    return found
