@@ -25,6 +25,7 @@ from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock, sample
 from ...core.costs import Traffic
+from ...core.fit import rounded
 from ...core.record import Run
 from ...core.runs import Way, decode_all, measured_speedup
 from .constructed import (
@@ -176,8 +177,8 @@ class Times:
             row |= {
                 "ratio": ratio.json_object(),
                 # When a text ends, a round that was launched ahead remains, which is not timed.
-                "ratio_with_rounds_left": round(
-                    ratio.median * rounds / (rounds + self.gpu * len(texts)), 4
+                "ratio_with_rounds_left": rounded(
+                    ratio.median * rounds / (rounds + self.gpu * len(texts))
                 ),
                 "c": round(c, 4), "verify_width": round(width, 4),
                 "theorem_3_8": round(speedup(row["alpha"], gamma, c, width), 4),
