@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import gguf_files
 import numpy as np
 import pytest
@@ -177,7 +178,6 @@ def test_rows_of_a_head_that_rotate_together_are_neighbours():
 )  # fmt: skip
 def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, options, workshop, tmp_path):
     """The slow test checks llama.cpp's output, for Llama."""
-    gguf = pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
     file, checkpoint = tmp_path / "model.gguf", workshop.checkpoint(kind, **options)
     write(checkpoint, file)
     read = gguf.GGUFReader(file)
@@ -212,7 +212,6 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, options, workshop, tmp_p
      "window"), ("gpt2", {}, "only llama")],
 )  # fmt: skip
 def test_what_is_not_written_as_gguf(kind, options, words, workshop, tmp_path):
-    pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
     with pytest.raises(ValueError, match=words):
         write(workshop.checkpoint(kind, **options), tmp_path / "model.gguf")
 

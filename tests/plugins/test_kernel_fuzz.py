@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from samplers import LIBRARIES
 
 from plugins.tools.build import PLUGINS_FOLDER, BuildError, build_fuzz
 
-LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
 SANITIZERS = {
     "address,undefined": ["-fsanitize=address,undefined,float-divide-by-zero,float-cast-overflow"],
     "thread": ["-fsanitize=thread"],

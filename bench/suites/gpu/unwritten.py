@@ -12,9 +12,7 @@ import json
 import logging
 import multiprocessing
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -102,21 +100,18 @@ def write_graph(
     from export.decoder import Decoder, example
 
     folder.mkdir(parents=True)
-    with _uninitialised_model(shape, length) as model:
-        model.config.save_pretrained(config_folder)
-        heads, layers = shape.num_key_value_heads, shape.num_hidden_layers
-        rows = [(heads, shape.hidden_size // shape.num_attention_heads)] * layers
-        dtype = getattr(torch, DTYPE)
-        traced = program.trace(
-            Decoder(model, None).eval(), example(rows, rows, program.EXAMPLE_ROWS, dtype)
-        )
-        program.save(traced, folder, holes=True)
-        parameters = model.num_parameters()
+    model = _uninitialised_model(shape, length)
+    model.config.save_pretrained(config_folder)
+    heads, layers = shape.num_key_value_heads, shape.num_hidden_layers
+    rows = [(heads, shape.hidden_size // shape.num_attention_heads)] * layers
+    inputs = example(rows, rows, program.EXAMPLE_ROWS, getattr(torch, DTYPE))
+    program.save(program.trace(Decoder(model, None).eval(), inputs), folder, holes=True)
     listed = [list(row) for row in rows]
     return GraphFacts(
-        key="", source=source, architecture="LlamaForCausalLM", parameters=parameters, dtype=DTYPE,
-        vocab_size=shape.vocab_size, max_len=length, capacity=capacity, key_shapes=listed,
-        value_shapes=listed, max_difference=None, tolerance=0.0, comparison="without weights",
+        key="", source=source, architecture="LlamaForCausalLM", parameters=model.num_parameters(),
+        dtype=DTYPE, vocab_size=shape.vocab_size, max_len=length, capacity=capacity,
+        key_shapes=listed, value_shapes=listed, max_difference=None, tolerance=0.0,
+        comparison="without weights",
         versions={}, files={
             PROGRAM_FILE: file_facts(folder / PROGRAM_FILE),
             WEIGHTS_FILE: FileFacts((folder / WEIGHTS_FILE).stat().st_size, NO_DIGEST),
@@ -124,8 +119,7 @@ def write_graph(
     )  # fmt: skip
 
 
-@contextmanager
-def _uninitialised_model(shape: Shape, length: int) -> Iterator[Any]:
+def _uninitialised_model(shape: Shape, length: int) -> Any:
     """A model of that shape with uninitialised weights, which take no memory until touched."""
     import torch
     import transformers
@@ -142,7 +136,7 @@ def _uninitialised_model(shape: Shape, length: int) -> Iterator[Any]:
     # Its buffers are computed, not loaded.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     model.config._attn_implementation = IMPLEMENTATION
-    yield model.train(False).requires_grad_(False)
+    return model.train(False).requires_grad_(False)
 
 
 def config_of(shape: Shape, length: int) -> Any:

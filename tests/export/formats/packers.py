@@ -6,7 +6,6 @@ mostly block by block, as the sources of the formats describe.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from exported import edit_json
 from safetensors.torch import load_file, save_file
 
 Rng = np.random.Generator
@@ -41,8 +41,7 @@ def write(
         stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
         dense[name] = torch.from_numpy(weight)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    edit_json(folder / "config.json", quantization_config=quantization)
     return dense
 
 
@@ -68,9 +67,8 @@ def mxfp4(folder: Path, source: Path) -> dict[str, torch.Tensor]:
         number *= (1 - 2 * sign) * np.exp2(powers.repeat(32, axis=-1) - 127.0)
         dense[name] = torch.from_numpy(number.swapaxes(1, 2).astype(np.float32))
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
+    method = {"quant_method": "mxfp4"}
+    edit_json(folder / "config.json", quantization_config=method, dtype="bfloat16")
     return dense
 
 
