@@ -4,6 +4,7 @@ and bitwise with themselves."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from operators import (
 )
 
 from export.host.observing import BIAS_PADDING
-from plugins.tools.build import find_compiler, include_options
+from plugins.tools.build import PLUGINS_FOLDER, find_compiler, include_options
 
 Array = npt.NDArray[np.float32]
 Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
@@ -509,8 +510,6 @@ def test_attributes_that_do_not_fit_are_refused(changed: dict[str, int], message
 
 def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) -> None:
     """ORT_ROOT names a release of ONNX Runtime with include/."""
-    if not ORT_ROOT:
-        pytest.skip("ORT_ROOT names no ONNX Runtime with headers")
     source = tmp_path / "places.cpp"
     functions = {
         "CreateStatus": "CreateStatus", "CreateDomain": "CreateCustomOpDomain",
@@ -519,7 +518,8 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
         "GetDimensions": "GetDimensions", "GetShape": "GetTensorTypeAndShape",
         "FloatAttribute": "KernelInfoGetAttribute_float",
         "IntegerAttribute": "KernelInfoGetAttribute_int64", "GetInput": "KernelContext_GetInput",
-        "GetOutput": "KernelContext_GetOutput", "ReleaseShape": "ReleaseTensorTypeAndShapeInfo",
+        "CountOutputs": "KernelContext_GetOutputCount", "GetOutput": "KernelContext_GetOutput",
+        "ReleaseShape": "ReleaseTensorTypeAndShapeInfo",
         "ParallelFor": "KernelContext_ParallelFor", "GetMessage": "GetErrorMessage",
         "CreateEnvironment": "CreateEnv", "CreateSession": "CreateSession",
         "CreateOptions": "CreateSessionOptions", "SetSeverity": "SetSessionLogSeverityLevel",
@@ -532,6 +532,10 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
         "CreateBinding": "CreateIoBinding", "ReleaseBinding": "ReleaseIoBinding",
         "BindInput": "BindInput", "BindOutput": "BindOutput",
     }  # fmt: skip
+    header = (PLUGINS_FOLDER / "onnxruntime" / "outrider_ort_api.h").read_text()
+    assert {*functions} == {*re.findall(r"^using (\w+) =\s+ApiFunction<", header, re.MULTILINE)}
+    if not ORT_ROOT:
+        pytest.skip("ORT_ROOT names no ONNX Runtime with headers")
     fields = {
         "create": "CreateKernel", "name": "GetName", "input_type": "GetInputType",
         "destroy": "KernelDestroy", "input_characteristic": "GetInputCharacteristic",
