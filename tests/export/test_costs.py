@@ -8,9 +8,9 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, trained
+from checkpoints import trained, untrained
 from exported import Refused, of_type
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from workshop import Workshop
 
 from export.checkpoint import find
@@ -85,8 +85,7 @@ def test_the_output_matrix_is_rounded_by_what_it_sees(
 
 
 def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
-    config = ARCHITECTURES["gemma"]()
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = untrained("gemma").requires_grad_(False)
     table, ids = model.get_input_embeddings(), torch.randint(0, 200, (3, 9))
     full, weight = table(ids), table.weight.clone()
     quantise_model(model, 4, Texts(ids), max_bits=minimum_bits(model))
@@ -142,25 +141,21 @@ def test_what_does_not_fit_leaves_its_room_to_others() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3-moe", "gemma4", "deepseek3"])
 def test_models_of_all_kinds_have_costs(name: str) -> None:
     """Also matrices of an encoder; experts keep 4 bits."""
-    torch.manual_seed(0)
-    config = ARCHITECTURES[name]()
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = kind.from_config(config).eval()
+    model = untrained(name)
     ids = torch.randint(1, 200, (4, 12))
-    texts = Texts(ids, ids if config.is_encoder_decoder else None)
+    texts = Texts(ids, ids if model.config.is_encoder_decoder else None)
     found = quantise_model(model, 4, texts, max_bits=7.9)
     eight = {path for path, weight in found.items() if weight.bits == 8}
     assert 7 < bits_per_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
     assert not any(path.endswith("experts.down_proj") for path in eight)
-    sides = ["encoder", "decoder"] if config.is_encoder_decoder else ["layers", "h."]
+    sides = ["encoder", "decoder"] if model.config.is_encoder_decoder else ["layers", "h."]
     assert any(any(side in path for side in sides) for path in eight)
-    if config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         assert all(any(path.startswith(side) for path in eight) for side in sides)
 
 
 def test_a_layer_that_several_have_costs_once() -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama"]()).eval()
+    model = untrained("llama")
     layers = model.get_submodule("model.layers")
     layers[1].mlp = layers[0].mlp  # type: ignore[index,union-attr]
     texts, given = Texts(torch.randint(1, 200, (2, 9))), {}
@@ -180,8 +175,7 @@ def test_a_layer_that_several_have_costs_once() -> None:
 def test_in_half_precision_8_bits_are_rows_and_biases_stay(name: str) -> None:
     """Faults: sizes were counted as if scales were per block, and part of the budget was unused;
     rows shorter than a block were counted with a scale per row."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=torch.bfloat16).eval()
+    model = untrained(name, dtype=torch.bfloat16)
     biases = {path: value.clone() for path, value in model.named_parameters() if "bias" in path}
     ids = torch.randint(1, 200, (4, 12))
     before = model(input_ids=ids).logits
@@ -254,9 +248,7 @@ def test_without_a_number_of_bits_it_is_what_the_output_matrix_would_take(
     why: list[str] = []
 
     def quantised(rows: Rows | None = None) -> tuple[set[str], int]:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(ARCHITECTURES["qwen2"]()).eval()
-        found = quantise_model(model, 4, texts, rows=rows, report_unranked=why.append)
+        found = quantise_model(untrained("qwen2"), 4, texts, rows=rows, report_unranked=why.append)
         eight = {name for name, weight in found.items() if weight.bits == 8}
         return eight, sum(weight.size for weight in found.values())
 

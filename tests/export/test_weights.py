@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, trained
+from checkpoints import trained, untrained
 from commands import CHECKOUT
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     MixtralConfig,
     PreTrainedModel,
 )
@@ -68,13 +67,7 @@ def _widest(weight: Matrix, bits: Bits) -> Matrix:
 
 
 def _model(architecture: str = "llama", **options: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = ARCHITECTURES[architecture]()
-    kind = AutoModelForCausalLM
-    if config.is_encoder_decoder:
-        kind = AutoModelForSeq2SeqLM
-    model: PreTrainedModel = kind.from_config(config, **options)
-    model.eval().requires_grad_(False)
+    model = untrained(architecture, **options).requires_grad_(False)
     for parameter in model.parameters():  # larger than initialised: logits must not be flat
         if parameter.dim() == 2:
             parameter.mul_(8)

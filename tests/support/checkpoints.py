@@ -262,6 +262,15 @@ def trained() -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def untrained(name: str, **options: Any) -> PreTrainedModel:
+    """A model of the architecture `name`, as Transformers initialises it."""
+    torch.manual_seed(0)
+    config = ARCHITECTURES[name]()
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, **options)
+    return model.eval()
+
+
 def decoder_kind(config: PretrainedConfig) -> Any:
     """Transformers' auto class for this configuration."""
     alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
