@@ -89,10 +89,11 @@ def row_bytes(checkpoint: Path, element: int) -> int:
     def first(*names: str) -> Any:
         return next((found for name in names if (found := getattr(config, name, None))), None)
 
-    layers = first("num_decoder_layers", "decoder_layers", "num_hidden_layers")
-    queries = first("num_heads", "decoder_attention_heads", "num_attention_heads")
-    heads = first("num_key_value_heads") or queries
-    width = first("head_dim", "d_kv") or first("d_model", "hidden_size") // queries
+    # A decoder's own configuration has its layers and heads under the names of decoder-only models,
+    # but T5's also has the encoder's layers there.
+    layers = first("num_decoder_layers", "num_hidden_layers")
+    heads = first("num_key_value_heads", "num_attention_heads")
+    width = first("head_dim") or config.hidden_size // config.num_attention_heads
     return int(2 * layers * heads * width * element)
 
 
