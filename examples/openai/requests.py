@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,7 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
     "response_format": [{"type": "text"}], "modalities": [["text"]],
     "service_tier": ["auto", "default"],
 }  # fmt: skip
+_OPTIONS = {field.name for field in fields(Options)}
 # Options that have no field of their own: OpenAI's set two of them, and JSON has no functions.
 _NO_FIELD = {"max_new_tokens", "chat", "processors"}
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
@@ -75,6 +77,10 @@ class Body(BaseModel, extra="allow", strict=True):
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
         extra = self.model_extra or {}
         for name, value in extra.items():
+            if name not in _OPTIONS | _LABELS | _NO_EFFECT.keys():
+                known = sorted(_OPTIONS - _NO_FIELD | type(self).model_fields.keys())
+                near = get_close_matches(name, known, 1) or [f"one of {', '.join(known)}"]
+                raise OutriderError("option", f"there is no field {name!r}", f"Use {near[0]}")
             if name in _NO_FIELD or (name in _NO_EFFECT and value not in _NO_EFFECT[name]):
                 raise OutriderError("option", f"{name} is not supported here", "Leave it out")
         given = {

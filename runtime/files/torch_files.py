@@ -53,7 +53,7 @@ def _read_index(path: Path) -> tuple[dict[str, list[Any]], int]:
     """The JSON object of a weights file, and where its tensors begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        index = json.loads(file.read(length))
+        index = json.loads(file.read(min(length, path.stat().st_size)))  # it may be damaged
     return index, -(-(8 + length) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
 

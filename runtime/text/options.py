@@ -120,9 +120,10 @@ class Options:
             raise OutriderError("option", *unknown)
         changed = replace(self, **given)
         if isinstance(bias := changed.logit_bias, Mapping):
-            # Pairs: a mapping would drop one of two keys for the same id, such as "5" and "05".
-            pairs = tuple((int(i) if str(i).isdecimal() else i, x) for i, x in bias.items())
-            changed = replace(changed, logit_bias=pairs)
+            ids = {_as_id(key): value for key, value in bias.items()}
+            if len(ids) < len(bias):  # such as "5" and "05"
+                raise OutriderError("option", "logit_bias names an id twice", "Name it once.")
+            changed = replace(changed, logit_bias=ids)
         changed.check()
         return changed
 
@@ -195,6 +196,11 @@ def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
         and not isinstance(value, str | bytes | Mapping)
         and all(map(fits, value))
     )
+
+
+def _as_id(key: Any) -> Any:
+    """The key of a JSON object as a token id; itself if it is none, or far too long for one."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
 def _is_id(value: Any) -> bool:

@@ -316,6 +316,9 @@ def test_weights_that_were_never_written_are_not_read(
         assert read["joined_0"].eq(not holes).all() and read["angles"].tolist() == [0, 1, 2]
     written = {name: tensor.tolist() for name, tensor in read_tensors(path).items()}
     assert written == {**dict.fromkeys(("weight", "q", "k"), [[0] * 3] * 2), "angles": [0, 1, 2]}
+    path.write_bytes(b"\0\0\0\0\0\1\0\0" + path.read_bytes()[8:])
+    with pytest.raises(ValueError):  # not a MemoryError, for the length of a damaged index
+        find_holes(path)
 
 
 def test_half_precision_and_its_memory(driver: FakeDriver) -> None:

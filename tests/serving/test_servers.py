@@ -340,7 +340,9 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         ("completions", {"prompt": "x", "logprobs": 9999}, "option: logprobs=9999 is out of"),
         ("completions", {"prompt": "x", "processors": []}, "option: processors is not supported"),
         ("completions", {"prompt": "x", "max_token": 5},
-         "option: there is no option 'max_token'. Use max_tokens, or leave it out."),
+         "option: there is no field 'max_token'. Use max_tokens."),
+        ("completions", {"prompt": "x", "streams": True}, "option: there is no field 'streams'. "
+         "Use stream."),
         ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 0},
          "option: max_completion_tokens=0 is out of range. max_completion_tokens must be"),
         ("chat/completions", {"max_tokens": 0}, "option: max_tokens=0 is out of range. max_tokens"),

@@ -119,7 +119,8 @@ def write(
     writer = _Writer(file, metadata.pop("general.architecture"))
     for key, value in metadata.items():
         if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+            whole = gguf.GGUFValueType.UINT32 if type(value) is int else None
+            writer.add_key_value(key, value, whole or gguf.GGUFValueType.get_type(value))
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     dense = _stacked(load_file(source / "model.safetensors"))
@@ -129,8 +130,10 @@ def write(
         stored = tensor.float().numpy()
         turned = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
         turned = turned if family in _PAIRS_NEIGHBOURS else None
-        # Its maps lack output matrices that are tied elsewhere.
-        named = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        named = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if named is None:  # its maps lack output matrices that are tied elsewhere
+            assert name == "lm_head.weight", name
+            named = "output.weight"
         whole = stored.shape[-1] % gguf.GGML_QUANT_SIZES[quant][0] == 0
         if kind in _HALVES and name.endswith("proj.weight") and whole:
             blocks = _blocks(kind, stored.shape, rng)
