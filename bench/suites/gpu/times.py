@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,8 +245,15 @@ class Times:
 
     def transformers(self) -> dict[str, Any]:
         """Compare with Transformers' `generate` on the same device, plain and assisted, with its
-        defaults: kernel by kernel, with a growing cache."""
-        with without_cudnn_attention():
+        defaults: kernel by kernel, with a growing cache.
+
+        Without cuDNN's attention, which torch prefers on Hopper: it prepares a plan for each new
+        length, so a growing cache needs hundreds of them. Their time is unknown, perhaps a minute.
+        """
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(others):
             return self._compare(
                 {
                     "transformers": {},
@@ -288,21 +294,6 @@ class Times:
     def _peer(self, role: str) -> Any:
         shared = engine_weights(self.engine, role) if is_constructed(self.engine) else None
         return transformers_model(self.folder / role, self.device, shared)
-
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN's attention, which torch prefers on Hopper. It prepares a plan for each new
-    length, so a growing cache needs hundreds of them: their time is unknown, perhaps a minute."""
-    import torch
-
-    cuda: Any = torch.backends.cuda
-    before = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        cuda.enable_cudnn_sdp(before)
 
 
 def hf_generate(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
