@@ -129,7 +129,7 @@ class Proposer:
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
-        known = [x for x in drafts if x not in draws and x.request.processors]
+        known = {x: d for x, d in drafts.items() if d.at_once and x.request.processors}
         # All rows of a round must be in one buffer: the engine's only if it drafts for all.
         own_rows = self._buffer(max(gammas.values())) if len(drafting) < len(drafts) else None
         step = 0
@@ -143,19 +143,22 @@ class Proposer:
                 else:
                     logits[:] = found[:, : logits.shape[1]]
             drafted.logits.append(logits)
-            for sequence, draft in drafts.items():
-                if step < gammas[sequence]:
-                    row = logits[sequence.slot.index - first]
-                    self._fill_row(row, sequence, draft, tokens[sequence], step)
+            self._fill_rows(logits, first, drafts, drafted, step)
             if draws:
                 self._draw_tokens(draws, drafted, step, first)
                 # The draw has processed all rows, those of known tokens after another text: after
                 # the tokens that it drew in their place.
-                for sequence in known:
-                    if step < gammas[sequence]:
-                        row = logits[sequence.slot.index - first]
-                        self._fill_row(row, sequence, drafts[sequence], tokens[sequence], step)
+                self._fill_rows(logits, first, known, drafted, step)
             step += 1
+
+    def _fill_rows(
+        self, logits: Logits, first: int, drafts: dict[ActiveSequence, Draft], drafted: Drafted,
+        step: int,
+    ) -> None:  # fmt: skip
+        for sequence, draft in drafts.items():
+            if step < drafted.gammas[sequence]:
+                row = logits[sequence.slot.index - first]
+                self._fill_row(row, sequence, draft, drafted.tokens[sequence], step)
 
     def _fill_row(
         self, row: Logits, sequence: ActiveSequence, draft: Draft, tokens: list[int], step: int
