@@ -28,6 +28,7 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
 _OPTIONS = {field.name for field in fields(Options)}
 # Options that have no field of their own: OpenAI's set two of them, and JSON has no functions.
 _NO_FIELD = {"max_new_tokens", "chat", "processors"}
+_EXTRA = _OPTIONS | _LABELS | _NO_EFFECT.keys()  # that are not fields of the classes below
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
 _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
 # What Pydantic's messages do not say in one sentence.
@@ -77,7 +78,7 @@ class Body(BaseModel, extra="allow", strict=True):
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
         extra = self.model_extra or {}
         for name, value in extra.items():
-            if name not in _OPTIONS | _LABELS | _NO_EFFECT.keys():
+            if name not in _EXTRA:
                 known = sorted(_OPTIONS - _NO_FIELD | type(self).model_fields.keys())
                 near = get_close_matches(name, known, 1) or [f"one of {', '.join(known)}"]
                 raise OutriderError("option", f"there is no field {name!r}", f"Use {near[0]}")
