@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
         "matrices where 4 bits lose the most quality get 8 (default: as many bytes per step as "
         "with 8 bits for the output matrix alone)")
     add("--draft-weights", choices=WEIGHTS,
-        help="precision of the draft's matrices (default: that of the target; int4 for --draft "
-        "self)")
+        help="precision of the draft's matrices, which changes the speed but not the output "
+        "(default: that of the target; int8 for a full target on the CPU; int4 for --draft self)")
     add("--backend-runs", type=str.split, metavar="KINDS",
         default=" ".join([*WEIGHTS, ENCODER_DECODERS, RECURRENT_STATES]),
         help="kinds of weights that the backend runs, and whether it runs encoder-decoders and "

@@ -54,8 +54,8 @@ class ExportOptions:
 
     draft: "self" for the target with fewer bits, "ngram" for lookups in the text, None for no
     draft. form: format of the graphs; a backend that is given the wrong one names the right one.
-    weights: None means "full", or int4 or int8 for a quantised checkpoint. draft_weights: None
-    means that of the target, or 4 bits if draft is "self". backend_runs: the kinds of weights that
+    weights: None means "full", or int4 or int8 for a quantised checkpoint. draft_weights: see
+    `_default_draft_weights` for None. backend_runs: the kinds of weights that
     the backend runs, and whether it runs encoder-decoders and recurrent states; anything else is
     refused before the export. text: a UTF-8 file to measure the quality of quantised weights on.
     bits: maximum bits per weight of an int4 target, some of whose matrices may have 8.
@@ -132,7 +132,7 @@ def _choose_weights(options: ExportOptions, models: Models) -> dict[str, str]:
     named = "" if options.bits is None else f"BITS={options.bits:g}"
     kinds = {"target": options.weights or _default_weights(target)}
     if "draft" in models:
-        kinds["draft"] = options.draft_weights or ("int4" if is_self_draft else kinds["target"])
+        kinds["draft"] = options.draft_weights or _default_draft_weights(options, kinds["target"])
     refuse_first([
         ("draft" not in models and options.draft_weights,
          f"DRAFT_WEIGHTS={options.draft_weights} is set, but there is no draft model",
@@ -350,6 +350,17 @@ def _default_weights(target: Checkpoint) -> str:
         "so WEIGHTS is int8; int4 is smaller, but quantises the weights anew"
     )
     return "int8"
+
+
+def _default_draft_weights(options: ExportOptions, target: str) -> str:
+    """The draft's default kind of weights: the target's. For a full target on the CPU it is int8,
+    which costs a quarter: a draft decides how fast the output comes, not what it is."""
+    if options.draft == "self":
+        return "int4"
+    for_cpu = options.form == "onnx" and options.dtype == "float32"
+    if target == "full" and for_cpu and "int8" in options.backend_runs:
+        return "int8"
+    return target
 
 
 def _fits_4_bits(packed: Packed, vocab_size: int) -> bool:

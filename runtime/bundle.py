@@ -189,22 +189,26 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
         )
     kind, _, number = str(device).partition(":")
     runs_on = ["cpu", "cuda"]  # the portable graphs
-    if any(
-        facts.has_host_weights or facts.encoder or facts.states
-        for _, facts in manifest.pair.models()
-    ):
+    only_on_cpu = [
+        role
+        for role, facts in manifest.pair.models()
+        if facts.has_host_weights or facts.encoder or facts.states
+    ]
+    if only_on_cpu:
         runs_on = ["cpu"]
     elif manifest.engines is not None:
         runs_on = ["cuda"] if manifest.gpu_targets() else ["cpu"]
     if kind == "auto":
         kind = runs_on[0]
     if kind not in runs_on:
-        backend = "onnxruntime." if kind == "cpu" else "tensorrt_rtx, on or for a GPU."
+        build = f"BACKEND={'onnxruntime' if kind == 'cpu' else 'tensorrt_rtx, on or for a GPU'}"
+        if only_on_cpu == ["draft"]:  # by default the draft of a full target is quantised
+            build = "DRAFT_WEIGHTS=full"
         raise OutriderError(
             "option",
             f"device={device}: {folder} was compiled for "
             f"{', '.join(manifest.gpu_targets()) or 'the CPU'}",
-            f"Leave the device out, or build with BACKEND={backend}",
+            f"Leave the device out, or build with {build}.",
         )
     return int(number or 0) if kind == "cuda" else None
 

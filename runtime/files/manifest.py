@@ -476,9 +476,8 @@ class Manifest:
         chips = ",".join(sorted(gpus, key=int))
         if self.backend == "aotinductor" and not targets:
             chips = "cpu"
-        # By default, a checkpoint that is already quantised keeps its quantisation.
+        # Without them the weights depend on the checkpoint and the backend.
         weights = {role: facts.weights or "full" for role, facts in pair.models()}
-        draft_weights = weights.get("draft", weights["target"])
         variables = {  # those that are None are left out
             "MODEL": f"<{pair.target.source}>",
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
@@ -486,7 +485,7 @@ class Manifest:
             "DTYPE": pair.target.dtype,
             "WEIGHTS": weights["target"],
             "BITS": f"{pair.target.bits:g}" if pair.target.bits else None,
-            "DRAFT_WEIGHTS": None if draft_weights == weights["target"] else draft_weights,
+            "DRAFT_WEIGHTS": weights.get("draft"),
             "CACHE": pair.target.cache,
             "SM": chips or None,
             "OPT_LEVEL": level,

@@ -24,6 +24,7 @@ from engines.bundle import build
 from export import compare
 from export.checkpoint import find
 from export.loading import load as load_original
+from export.pair import ExportOptions, _default_draft_weights
 from export.pair import export as export_pair
 from export.weights import operators, quantising, whole
 from export.weights.layers import Table
@@ -385,6 +386,37 @@ def test_a_draft_of_the_target_itself_has_fewer_bits(workshop: Workshop, refused
     options = ["--draft", "self", "--weights", "int4"]
     message = refused(workshop.checkpoint("llama"), *options, kind="option")
     assert "hardly cheaper than the target" in message
+
+
+def test_the_draft_of_a_full_target_on_the_cpu_has_8_bits(workshop: Workshop) -> None:
+    bundle = workshop.bundle(*workshop.pair(), draft_weights=None)
+    manifest = read_bundle(bundle)
+    assert [facts.weights for _, facts in manifest.pair.models()] == [None, "int8"]
+    assert "DRAFT_WEIGHTS=int8" in manifest.rebuild_command(bundle)
+    with load(bundle) as text_engine:
+        texts = [
+            text_engine.generate("abc", max_new_tokens=24, ignore_eos=True, gamma=gamma)
+            for gamma in (4, 0)
+        ]
+    assert texts[0].token_ids == texts[1].token_ids and texts[0].stats.drafted
+    with pytest.raises(OutriderError, match=r"compiled for the CPU.*DRAFT_WEIGHTS=full"):
+        load(bundle, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "draft"),
+    [
+        ({}, "int4", "int4"),
+        ({"dtype": "float16"}, "full", "full"),
+        ({"form": "torch"}, "full", "full"),
+        ({"backend_runs": ["full"]}, "full", "full"),
+    ],
+)
+def test_the_draft_has_the_weights_of_the_target(
+    options: dict[str, Any], target: str, draft: str
+) -> None:
+    chosen = ExportOptions("target", "draft", Path("out"), **options)
+    assert _default_draft_weights(chosen, target) == draft
 
 
 def test_a_text_to_measure_on_is_read_before_the_export(

@@ -199,8 +199,11 @@ class Workshop:
         return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
 
     def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
-        """The folder that `python -m export` writes. options: those of `export.pair.export`."""
+        """The folder that `python -m export` writes. options: those of `export.pair.export`; the
+        weights of a draft are the target's unless they are given."""
         options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, **options}
+        if draft and str(draft) != "self" and "weights" not in options:
+            options.setdefault("draft_weights", "full")
         with self._once("graphs", f"{target}+{draft}", options) as (folder, made):
             if not made:
                 source = str(draft) if draft else None

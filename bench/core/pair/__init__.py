@@ -26,7 +26,6 @@ __all__ = [
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # code that bundles depend on
-WEIGHT_OPTIONS = {"float32": [], "mixed": ["--draft-weights", "int8"]}
 DRAFT_HIDDEN = 288  # a larger vocabulary needs three more channels than the bundled target has
 
 
@@ -115,15 +114,18 @@ def build_bundle(
 ) -> Path:
     """A pair's bundle, as `make engines` builds it, in `work`; built unless it exists.
 
-    precision: int8 or int4 for quantised weights in float32 graphs; "mixed" to quantise only the
-    draft, to int8; or float32. Raises OutriderError as `run_module` does.
+    precision: int8 or int4 for quantised weights in float32 graphs; "mixed" for a float32 target
+    with an int8 draft, the default of `make engines`; or float32 for both. Raises OutriderError as
+    `run_module` does.
     """
     folder, sources = bundle_sources(target, draft, work, max_len=max_len, precision=precision)
 
     def make() -> None:
         graphs = work / "graphs" / folder.name
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
-        weights = WEIGHT_OPTIONS.get(precision, ["--weights", precision])
+        weights = ["--weights", "full" if precision in ("float32", "mixed") else precision]
+        if precision == "float32" and draft:
+            weights += ["--draft-weights", "full"]
         run_module("export", *models, *weights, "--out", graphs, "--max-len", max_len)
         run_module("engines", "--graphs", graphs, "--out", folder)
 

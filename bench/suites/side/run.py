@@ -38,6 +38,7 @@ PLAIN_DRAFT, PLAIN_DRAFT_LOOKUP = ("plain", "draft"), ("plain", "draft", "lookup
 MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
         ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
+        ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
         ("outrider", "int8"): PLAIN_DRAFT,
         ("outrider", "int4"): ("plain", "draft", "auto", "lookup"),
         ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
@@ -49,7 +50,7 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     },
     "seq2seq": {
         ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
-        ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
+        ("outrider", "mixed"): ("draft",),
         ("outrider", "int8"): PLAIN_DRAFT,
         ("outrider", "int4"): PLAIN_DRAFT_LOOKUP,
         ("transformers", "float32"): ("plain", "assistant"),

@@ -151,7 +151,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="shape of the grown pair's target (default: smollm-135m)")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS,
         help="precision of the weights; peers use formats of as many bits; mixed is a float32 "
-        "target with an int8 draft, for encoder-decoders (default: all)")  # fmt: skip
+        "target with an int8 draft (default: all)")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS),
         help="systems to measure (default: all)")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
@@ -163,8 +163,6 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     shape = args.shape or "smollm-135m"
     refuse_first([
         ("outrider" not in args.systems, "--systems does not include outrider", "Add it."),
-        (models == "text" and "mixed" in (args.precision or ()),
-         f"--precision mixed is not measured on {args.model or shape}", "Remove it."),
         (bool(args.draft) and not args.model, "--draft needs a --model", "Add --model."),
         (bool(args.model) and (args.shape, args.alpha) != (None, None),
          "--shape and --alpha apply to the grown pair, not to a --model",
