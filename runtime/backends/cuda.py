@@ -183,7 +183,9 @@ class Cuda:
         Raises CaptureError; the stream is then as before.
         """
         with _capturing():
-            self._call("cuStreamBeginCapture", stream, self._capture_mode())
+            (status,) = self._driver.cuStreamBeginCapture(stream, self._capture_mode())
+            if int(status):
+                raise CaptureError(f"cuStreamBeginCapture: {status.name}")
             graph = self._record(enqueue, stream)
         return self._instantiate(graph)
 

@@ -16,7 +16,7 @@ from itertools import product
 import device_standin
 import numpy as np
 import pytest
-from cuda_standin import FakeDriver
+from cuda_standin import Error, FakeDriver
 from device_standin import FakeDeviceEngine
 from devices import WARM, decode_randomly, decoder_on, host, steps, text
 from fakes import FakeEngine, script
@@ -175,7 +175,7 @@ def enqueueing(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
     patch.setattr(FakeDeviceEngine, "enqueue", enqueue)
 
 
-@pytest.mark.parametrize("how", ["raises", "invalidates"])
+@pytest.mark.parametrize("how", ["refused", "raises", "invalidates"])
 def test_a_failed_capture_is_said_and_costs_no_token(
     driver: FakeDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -187,11 +187,18 @@ def test_a_failed_capture_is_said_and_costs_no_token(
             raise OutriderError("backend", "an engine allocates memory", "Do without.")
         driver.break_capture()
 
-    enqueueing(monkeypatch, fail)
+    refused: list[object] = []
+    if how == "refused":
+        monkeypatch.setattr(
+            driver, "cuStreamBeginCapture", lambda *call: (Error(900), refused.append(call))[:1]
+        )
+    else:
+        enqueueing(monkeypatch, fail)
     with caplog.at_level(logging.WARNING):
         found = steps(driver, lambda: text(decoder, REQUEST))
         assert "graph" not in found
-        assert found.count("capture") == 1, "a shape is tried once, not every round"
+        tries = found.count("capture") + len(refused)
+        assert tries == 1, "a shape is tried once, not every round"
         assert text(decoder, REQUEST) == expected
     (record,) = caplog.records
     message = "rounds of gamma=3 run without a CUDA graph, slower: "

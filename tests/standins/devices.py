@@ -11,11 +11,11 @@ import pytest
 import rounds
 from cuda_standin import FakeDriver
 from fakes import EOS, FakeEngine, near, random_model
-from rounds import finish, ids, make_decoder
+from rounds import finish, ids, join_and_leave, make_decoder
 
 from runtime.decoder import Decoder
 from runtime.sampling.warp import SamplingParams
-from runtime.sequence import ActiveSequence, Request
+from runtime.sequence import Request
 
 MODEL = random_model(1, never=[EOS])
 DRAFT = near(MODEL, 2, 0.7)
@@ -65,8 +65,7 @@ def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
 
 
 def decode_randomly(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
-    """Decode sequences that join, skip rounds, and leave early or when they finish, at seeded
-    random. changing: the probability that a sequence changes its gamma before a round."""
+    """The outputs of sequences at seeded random, see `join_and_leave`."""
     chance = random.Random(seed)
     waiting = [
         Request(
@@ -78,28 +77,6 @@ def decode_randomly(decoder: Decoder, seed: int, changing: float = 0.0) -> list[
         )
         for number, params in enumerate(PARAMS * 2)
     ]  # fmt: skip
-    present: list[ActiveSequence] = []
-    done: list[ActiveSequence] = []
-
-    def leave(sequence: ActiveSequence) -> None:
-        present.remove(sequence)
-        decoder.release(sequence)
-        done.append(sequence)
-
-    while waiting or present:
-        while waiting and decoder.slots.free and chance.random() < 0.7:
-            sequence = decoder.admit(waiting.pop(0))
-            present.append(sequence)
-            if sequence.finish_reason:
-                leave(sequence)
-        batch = [sequence for sequence in present if chance.random() < 0.8]
-        for sequence in batch:
-            if chance.random() < changing:
-                sequence.request = replace(sequence.request, gamma=chance.choice([0, 2, 5]))
-        if batch:
-            decoder.round(batch)
-        for sequence in [*present]:
-            if sequence.finish_reason or chance.random() < 0.03:
-                leave(sequence)
+    done = join_and_leave(decoder, waiting, chance, changing)
     # Include the top log-probabilities, which are read from the device's logits.
     return [[(token.id, token.alternatives) for token in sequence.output] for sequence in done]

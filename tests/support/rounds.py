@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -183,6 +184,39 @@ def run_all(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequenc
     for sequence in active:
         decoder.release(sequence)
     return active
+
+
+def join_and_leave(
+    decoder: Decoder, requests: Iterable[Request], chance: random.Random, changing: float = 0.0
+) -> list[ActiveSequence]:
+    """Decode sequences that join, skip rounds, and leave early or when they finish, at random;
+    return them as they leave. changing: probability that a sequence changes its gamma before a
+    round."""
+    waiting = list(requests)
+    present: list[ActiveSequence] = []
+    done: list[ActiveSequence] = []
+
+    def leave(sequence: ActiveSequence) -> None:
+        present.remove(sequence)
+        decoder.release(sequence)
+        done.append(sequence)
+
+    while waiting or present:
+        while waiting and decoder.slots.free and chance.random() < 0.7:
+            sequence = decoder.admit(waiting.pop(0))
+            present.append(sequence)
+            if sequence.finish_reason:
+                leave(sequence)
+        batch = [sequence for sequence in present if chance.random() < 0.8]
+        for sequence in batch:
+            if chance.random() < changing:
+                sequence.request = replace(sequence.request, gamma=chance.choice([0, 2, 5]))
+        if batch:
+            decoder.round(batch)
+        for sequence in [*present]:
+            if sequence.finish_reason or chance.random() < 0.03:
+                leave(sequence)
+    return done
 
 
 def plain(decoder: Decoder, request: Request) -> list[int]:

@@ -134,8 +134,8 @@ void Cuda::download(void* to, CUdeviceptr address, int64_t bytes) const {
 void Cuda::wait() const { check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
 
 CUgraphExec Cuda::capture(const std::function<bool()>& enqueue) {
-  check(driver_.cuStreamBeginCapture(stream_, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
-        "cuStreamBeginCapture");
+  const auto mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+  if (driver_.cuStreamBeginCapture(stream_, mode) != CUDA_SUCCESS) return nullptr;
   bool good = false;
   try {
     good = enqueue();
