@@ -16,6 +16,8 @@ import numpy as np
 WINDOW = 9  # timings per median: four outliers of any size do not move it far
 COLD_ROUNDS = 4  # after a change of gamma, while caches still hold the data of the previous one
 MIN_TIMINGS = 2  # rounds needed for a first estimate, which is the faster of them
+TIMED_ROUNDS = 8  # of a batch size, at most: those that measure the costs before any choice
+TIMED_AGAIN = 1024  # rounds after which they are measured again: the machine may have been busy
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0  # before anything is known; the weight is in tokens
 MEMORY_TOKENS = 256  # tokens over which the acceptance of earlier texts fades
 MAX_SETTINGS = 64  # sampling settings whose texts are remembered separately
@@ -92,7 +94,8 @@ class EarlierTexts:
 
 @dataclass(slots=True)
 class _Series:
-    """Timings of one quantity. Those with warm caches are used if there are any."""
+    """Timings of one quantity. Those with warm caches are used if there are any, unless the cold
+    ones are faster: then the machine was busy."""
 
     cold: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     warm: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -106,7 +109,7 @@ class _Series:
 
     @property
     def value(self) -> float:
-        return median_low(self.warm or self.cold)
+        return min(median_low(timings) for timings in (self.warm, self.cold) if timings)
 
 
 @dataclass(slots=True)
@@ -118,6 +121,7 @@ class _Timings:
     # (Seconds per token, number of tokens) of each call; with few tokens it is mostly noise.
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
+    timed_at: int = 0  # the count when the costs were last measured before any choice
     gamma: int = 0
     repeats: int = 0  # consecutive rounds with this gamma before the last one
     cached: RoundCosts | None = None
@@ -170,13 +174,20 @@ class Costs:
 
     def gamma_to_time(self, batch: int) -> int | None:
         """A gamma that must be timed before `rounds` can be used: 0, the baseline of all
-        comparisons, then 1. None if both are known, or other requests determine the rounds."""
+        comparisons, then 1 until its caches are warm: a draft that seems slow because it was cold
+        would never be used, and so never be warm. None if both are known, or other requests
+        determine the rounds."""
         timings = self._batches[batch]
-        if timings.count >= 4 * MIN_TIMINGS:
+        if timings.count - timings.timed_at >= TIMED_AGAIN:
+            timings.timed_at, timings.cached = timings.count, None
+            for gamma, series in ((1, timings.draft), *timings.rest.items()):
+                if gamma:
+                    series.warm.clear()
+        if timings.count - timings.timed_at >= TIMED_ROUNDS:
             return None
         if not timings.plain_known:
             return 0
-        return None if timings.draft.known else 1
+        return None if timings.draft.warm else 1
 
     def rounds(self, batch: int) -> RoundCosts:
         """The costs, from medians. No verification is assumed to cost more than a wider one that

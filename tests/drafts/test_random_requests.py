@@ -6,7 +6,6 @@ The models are functions of the context, so that neighbours cannot change a bit 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,19 +70,20 @@ def random_request(chance: random.Random) -> Request:
     )  # fmt: skip
 
 
-def compare(seed: int) -> None:
-    """Compare the outputs of random requests that join and leave with those of each alone, and,
-    where the draft does not decide them, with plain decoding."""
-    chance = random.Random(seed)
-    requests = [random_request(chance) for _ in range(12)]
-    sequences = join_and_leave(decoder(4), requests, chance)
-    assert len(sequences) == len(requests)
-    for sequence in sequences:
-        request, found = sequence.request, outcome(sequence)
-        alone = outcome(run(decoder(1), request))
-        assert found == alone[: len(found)], request
-        if request.params.temperature == 0 or request.params.verify == "coupled":
-            assert [token for token, _ in alone] == plain(decoder(1), request), request
+def compare(*seeds: int) -> None:
+    """For each seed, compare the outputs of random requests that join and leave with those of each
+    alone, and, where the draft does not decide them, with plain decoding."""
+    for seed in seeds:
+        chance = random.Random(seed)
+        requests = [random_request(chance) for _ in range(12)]
+        sequences = join_and_leave(decoder(4), requests, chance)
+        assert len(sequences) == len(requests)
+        for sequence in sequences:
+            request, found = sequence.request, outcome(sequence)
+            alone = outcome(run(decoder(1), request))
+            assert found == alone[: len(found)], request
+            if request.params.temperature == 0 or request.params.verify == "coupled":
+                assert [token for token, _ in alone] == plain(decoder(1), request), request
 
 
 @on_host
@@ -103,5 +103,4 @@ def test_control_rows_that_are_filled_before_the_draw_alone_show(sampler: None) 
             real(self, logits, first, drafts, drafted, step)
 
     with broken("drafts.proposer.Proposer._fill_rows", fill), pytest.raises(AssertionError):
-        for seed in range(300):
-            compare(seed)
+        compare(*range(300))
