@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -68,7 +69,10 @@ async def from_engine(
     threads: at least as many as there are requests that hold a slot or wait for one: each blocks
     one thread.
     """
+    undrafted = engine.decoder.draft is None and engine.manifest.pair.lookup is None
     for index, (prompt, options) in enumerate(requests):
+        if undrafted:  # which `Body.several` does not know
+            options = replace(options, fallback="off")
         # Completions set chat=False.
         if options.chat is None and engine.tokenizer.chat_template is None:
             remedy = "Use /v1/completions, or start the server with a chat template"

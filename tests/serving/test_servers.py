@@ -378,6 +378,30 @@ def test_a_checkpoint_without_a_chat_template() -> None:
         asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    ("given", "fallback"),
+    [({}, "auto"), ({"seed": 1}, "off"), ({"gamma": 2}, "off"), ({"fallback": "off"}, "off")],
+)
+def test_drafts_may_pause_unless_the_rounds_are_determined(
+    bundle: Path, given: dict[str, Any], fallback: str
+) -> None:
+    from examples.openai.api import from_engine  # FastAPI
+    from examples.openai.requests import Completion
+
+    body = Completion(model="demo", prompt="a", max_tokens=3, **given)
+    ((prompt, options),) = body.requests()
+    assert options.fallback == fallback
+    if set(given) - {"seed"}:
+        return  # refused without a draft
+
+    async def generate() -> list[Any]:
+        return [part async for part in from_engine(engine, threads, [(prompt, options)], False)]
+
+    # Without a draft too.
+    with outrider.load(bundle, draft_model=False) as engine, ThreadPoolExecutor(1) as threads:
+        assert len(asyncio.run(generate())) == 1
+
+
 def test_health(server: Server) -> None:
     assert urlopen(server.url.replace("/v1", "/health")).status == 200
 
