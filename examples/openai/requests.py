@@ -28,7 +28,6 @@ _NO_EFFECT: dict[str, Sequence[Any]] = {
 _OPTIONS = {field.name for field in fields(Options)}
 # Options that have no field of their own: OpenAI's set two of them, and JSON has no functions.
 _NO_FIELD = {"max_new_tokens", "chat", "processors"}
-_FIXED = {"seed", "gamma", "fallback", "draft_threshold"}  # they determine the rounds
 _EXTRA = _OPTIONS | _LABELS | _NO_EFFECT.keys()  # that are not fields of the classes below
 _JSON = "Send one JSON object, with the header Content-Type: application/json"
 _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
@@ -90,14 +89,12 @@ class Body(BaseModel, extra="allow", strict=True):
             for name, value in (named | extra).items()
             if value is not None and name not in _LABELS and name not in _NO_EFFECT
         }
-        # Without a seed nothing has to be reproduced, so timing may decide whether drafts are used:
-        # with many requests at once they can cost more than they gain.
-        fallback = "off" if given.keys() & _FIXED else "auto"
         with self.own_names():
-            options = Options(temperature=1.0, fallback=fallback).updated(given).seeded()
-        first = options.seed or 0
-        seeds = [replace(options, seed=(first + nth) % 2**64) for nth in range(self.n)]
-        return [(prompt, seeded) for prompt in prompts for seeded in seeds]
+            options = Options(temperature=1.0).updated(given)
+        each = [options] * self.n
+        if (seed := options.seed) is not None:
+            each = [replace(options, seed=(seed + nth) % 2**64) for nth in range(self.n)]
+        return [(prompt, one) for prompt in prompts for one in each]
 
 
 class Completion(Body):
