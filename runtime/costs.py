@@ -94,8 +94,8 @@ class EarlierTexts:
 
 @dataclass(slots=True)
 class _Series:
-    """Timings of one quantity. Those with warm caches are used if there are any, unless the cold
-    ones are faster: then the machine was busy."""
+    """Timings of one quantity. Those with warm caches are used if there are any: cold ones are not
+    renewed while a gamma is kept, and would hide that it has become slower."""
 
     cold: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     warm: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -109,7 +109,7 @@ class _Series:
 
     @property
     def value(self) -> float:
-        return min(median_low(timings) for timings in (self.warm, self.cold) if timings)
+        return median_low(self.warm or self.cold)
 
 
 @dataclass(slots=True)

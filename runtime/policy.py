@@ -135,7 +135,8 @@ class MeasuredPolicy:
     its tokens: 4.2 % of 256 tokens. If the best gamma could lose more than is left, the best of
     those that cannot is used, until its gains suffice. Losses are counted at measured costs. Not
     counted are the first seven rounds of a batch size and seven in 1,024 later ones, which measure
-    the costs, the draft's reading of the prompt, and the extra time of rounds with cold caches.
+    the costs (and in which the draft reads at most what 3 plain steps take), the draft's reading of
+    the prompt, and the extra time of rounds with cold caches.
     Reading the tokens of rounds without drafts counts as a loss: if it costs more than 3 % of a
     plain step per token, a draft that was left behind is tried again only at the expense of earlier
     gains.
@@ -170,7 +171,9 @@ class MeasuredPolicy:
             self.earlier_texts.record_start()
             self.acceptance = Acceptance(self.max_gamma, self.earlier_texts.acceptance)
         if (untimed := self.costs.gamma_to_time(batch)) is not None:
-            return untimed
+            known = self.costs.rounds_if_timed(batch)  # they are measured again
+            if not (untimed and known) or known.catch_up(self.unread_tokens) <= LOSS_ALLOWANCE:
+                return untimed
         self.batch, self.rounds_left = batch, 0
         costs = self.costs.rounds(batch)
         for gamma, examined, accepted, unread in self.pending_rounds:

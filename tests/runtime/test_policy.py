@@ -150,6 +150,38 @@ def test_a_draft_that_is_slow_while_its_caches_are_cold(
     assert speeds(gamma, slow, texts, 64, fallback=True)["all"] > share * best > 1.2
 
 
+@dataclass
+class SlowLater(Machine):
+    """A step of the draft takes twelve times as long from round 200 on."""
+
+    rounds: int = 0
+
+    def parts(self, gamma: int) -> tuple[float, float]:
+        draft, rest = super().parts(gamma)
+        return draft * (12 if self.rounds > 200 else 1), rest
+
+    def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
+        self.rounds += 1
+        return super().timings(gamma, slow)
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4])
+def test_a_draft_that_becomes_slow_while_it_is_used(gamma: int | str) -> None:
+    """Timings from before the last change of gamma do not hide it."""
+    texts = {"": [random_acceptance(0.5, 4096, seed=0)]}
+    machine = SlowLater(0.05, 0.02)
+    assert speeds(gamma, machine, texts, 4096, fallback=True)["all"] > 1
+    assert speeds(4, Machine(12 * 0.05, 0.02), texts, 4096)["all"] < 0.75, "the control"
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4])
+def test_measuring_again_does_not_read_long_texts(gamma: int | str) -> None:
+    """Reading what a draft has missed may cost more than its rounds could ever gain."""
+    texts = {"": [random_acceptance(0.2, 2048, seed) for seed in range(10)]}
+    machine = Machine(0.2, 0.1, reading=0.05)
+    assert speeds(gamma, machine, texts, 2048, fallback=True)["all"] > 0.985
+
+
 def test_fallback_stays_away_from_a_good_draft() -> None:
     for gamma, alpha in ((4, 0.9), (8, 0.9), (4, 0.75)):
         texts = {"": [random_acceptance(alpha, 256, seed) for seed in range(32)]}
