@@ -90,7 +90,8 @@ def load(
         manifest = read_bundle(folder, verify=False)
         if verify:
             verify_hashes(folder, manifest, weights=False)
-        ordinal = choose_device(manifest, folder, device)
+        loaded = manifest if draft_model else manifest.without_draft()
+        ordinal = choose_device(loaded, folder, device)
         gpu = ordinal is not None
         check_bundle(manifest, folder, gpu=gpu)
         check_options(
@@ -98,7 +99,6 @@ def load(
             plain_width=plain_width,
         )  # fmt: skip
         slots = manifest.slots if slots is None else slots
-        loaded = manifest if draft_model else manifest.without_draft()
         check_slots(loaded, slots, gpu=gpu)
         tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
@@ -202,7 +202,10 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
         kind = runs_on[0]
     if kind not in runs_on:
         build = f"BACKEND={'onnxruntime' if kind == 'cpu' else 'tensorrt_rtx, on or for a GPU'}"
-        if only_on_cpu == ["draft"]:  # by default the draft of a full target is quantised
+        pair = manifest.pair
+        draft = pair.draft if only_on_cpu == ["draft"] else None
+        # By default the draft of a full target is quantised.
+        if draft and not draft.states and draft.source != pair.target.source:
             build = "DRAFT_WEIGHTS=full"
         raise OutriderError(
             "option",

@@ -389,7 +389,9 @@ def test_a_draft_of_the_target_itself_has_fewer_bits(workshop: Workshop, refused
     assert "hardly cheaper than the target" in message
 
 
-def test_the_draft_of_a_full_target_on_the_cpu_has_8_bits(workshop: Workshop) -> None:
+def test_the_draft_of_a_full_target_on_the_cpu_has_8_bits(
+    workshop: Workshop, on_fake_gpu: object
+) -> None:
     bundle = workshop.bundle(*workshop.pair(), draft_weights=None)
     manifest = read_bundle(bundle)
     assert [facts.weights for _, facts in manifest.pair.models()] == [None, "int8"]
@@ -402,6 +404,8 @@ def test_the_draft_of_a_full_target_on_the_cpu_has_8_bits(workshop: Workshop) ->
     assert texts[0].token_ids == texts[1].token_ids and texts[0].stats.drafted
     with pytest.raises(OutriderError, match=r"compiled for the CPU.*DRAFT_WEIGHTS=full"):
         load(bundle, device="cuda")
+    with load(bundle, device="cuda", draft_model=False) as text_engine:
+        assert text_engine.generate("abc", max_new_tokens=3, ignore_eos=True).token_ids
 
 
 @pytest.mark.parametrize(

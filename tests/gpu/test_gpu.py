@@ -17,7 +17,14 @@ from runtime.backends.device import DeviceEngine
 from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import EngineFacts, Manifest, Profile, read_bundle
+from runtime.files.manifest import (
+    HOST_WEIGHTS_FILE,
+    EngineFacts,
+    Manifest,
+    Profile,
+    StateFacts,
+    read_bundle,
+)
 from runtime.gpu import opening as gpu
 from runtime.sampling import kernel
 
@@ -68,6 +75,27 @@ def test_devices_that_are_refused(
     made = compiled(manifest, "some", *targets) if targets else manifest
     with pytest.raises(OutriderError, match=f"^option: .*{cause}.*{remedy}"):
         choose_device(made, FOLDER, device)
+
+
+@pytest.mark.parametrize(
+    ("facts", "remedy"),
+    [
+        ({}, "DRAFT_WEIGHTS=full"),
+        ({"source": "the target's"}, "BACKEND=tensorrt_rtx"),  # DRAFT=self is never full
+        ({"states": StateFacts([], 16, 0)}, "BACKEND=tensorrt_rtx"),
+    ],
+)
+def test_what_makes_a_draft_run_on_a_gpu(
+    manifest: Manifest, facts: dict[str, Any], remedy: str
+) -> None:
+    pair = manifest.pair
+    assert pair.draft
+    target = replace(pair.target, source="the target's")
+    host_weights = {HOST_WEIGHTS_FILE: next(iter(pair.draft.files.values()))}
+    draft = replace(pair.draft, files=host_weights, **facts)
+    made = replace(manifest, pair=replace(pair, target=target, draft=draft))
+    with pytest.raises(OutriderError, match=f"was compiled for the CPU.*{remedy}"):
+        choose_device(made, FOLDER, "cuda")
 
 
 def test_another_gpu(manifest: Manifest) -> None:
