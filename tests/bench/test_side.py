@@ -195,6 +195,7 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
     for options, cause in (
         (["--systems", "genai"], "--systems does not include outrider"),
         (["--draft", "d"], "--draft needs a --model"),
+        (["--model", "m", "--precision", "mixed"], "--precision mixed is a precision of drafts"),
         (["--model", "m", "--alpha", "0"], "--shape and --alpha apply to the grown pair"),
     ):
         assert SUITE.main([*options, "--work", str(tmp_path)]) == EXIT_STATUS["option"]

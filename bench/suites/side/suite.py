@@ -164,6 +164,8 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     refuse_first([
         ("outrider" not in args.systems, "--systems does not include outrider", "Add it."),
         (bool(args.draft) and not args.model, "--draft needs a --model", "Add --model."),
+        (bool(args.model) and not args.draft and "mixed" in (args.precision or ()),
+         "--precision mixed is a precision of drafts, and there is none", "Add --draft."),
         (bool(args.model) and (args.shape, args.alpha) != (None, None),
          "--shape and --alpha apply to the grown pair, not to a --model",
          "Remove them, or --model."),
