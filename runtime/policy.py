@@ -136,10 +136,9 @@ class MeasuredPolicy:
     those that cannot is used, until its gains suffice. Losses are counted at measured costs. Not
     counted are the first seven rounds of a batch size and seven in 1,024 later ones, which measure
     the costs (and in which the draft reads at most what 3 plain steps take), the draft's reading of
-    the prompt, and the extra time of rounds with cold caches.
-    Reading the tokens of rounds without drafts counts as a loss: if it costs more than 3 % of a
-    plain step per token, a draft that was left behind is tried again only at the expense of earlier
-    gains.
+    the prompt, and the extra time of rounds with cold caches. Reading the tokens of rounds without
+    drafts counts as a loss: if it costs more than 3 % of a plain step per token, a draft that was
+    left behind is tried again only at the expense of earlier gains.
 
     16 rounds after drafts were given up, most observations are forgotten and drafts are tried again
     with one token; each time they lose, the pause doubles, up to 1,024 rounds.

@@ -116,7 +116,8 @@ class OrtEngine(HostEngine[Any]):
             raise OutriderError(
                 "backend",
                 f"{folder} has quantised weights, which need liboutrider: {reason}",
-                "Run make plugins, or install a wheel that includes it.",
+                "Run make plugins, or install a wheel that includes it; a draft model can also be left "
+                "out (draft_model=False), or built with DRAFT_WEIGHTS=full.",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
         use_host_graph = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())
