@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import refuse_foreign, symlink_or_copy, write_folder
 from runtime.files.generation import FeatureFacts
-from runtime.files.library import find_library
 from runtime.files.manifest import (
     ENCODER_DECODERS,
     GAMMA_LIMIT,
@@ -355,12 +354,11 @@ def _default_weights(target: Checkpoint) -> str:
 
 def _default_draft_weights(options: ExportOptions, target: str) -> str:
     """The draft's default kind of weights: the target's. For a full target on the CPU it is int8,
-    if liboutrider is there, which costs a quarter: a draft decides how fast the output comes, not
-    what it is."""
+    which costs a quarter: a draft decides how fast the output comes, not what it is."""
     if options.draft == "self":
         return "int4"
     for_cpu = options.form == "onnx" and options.dtype == "float32"
-    if target == "full" and for_cpu and "int8" in options.backend_runs and find_library():
+    if target == "full" and for_cpu and "int8" in options.backend_runs:
         return "int8"
     return target
 

@@ -116,8 +116,8 @@ class OrtEngine(HostEngine[Any]):
             raise OutriderError(
                 "backend",
                 f"{folder} has quantised weights, which need liboutrider: {reason}",
-                "Run make plugins, or install a wheel that includes it; a draft model can also be left "
-                "out (draft_model=False), or built with DRAFT_WEIGHTS=full.",
+                "Run make plugins, or install a wheel that includes it. (If this is the draft: build "
+                "with DRAFT_WEIGHTS=full, or load with draft_model=False.)",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
         use_host_graph = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())

@@ -22,7 +22,6 @@ from workshop import MAX_GAMMA, MAX_LEN, Workshop, traced_once
 
 from engines.bundle import build
 from export import compare
-from export import pair as pair_module
 from export.checkpoint import find
 from export.loading import load as load_original
 from export.pair import ExportOptions, _default_draft_weights
@@ -422,11 +421,6 @@ def test_the_draft_has_the_weights_of_the_target(
 ) -> None:
     chosen = ExportOptions("target", "draft", Path("out"), **options)
     assert _default_draft_weights(chosen, target) == draft
-
-
-def test_without_the_library_the_draft_is_not_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_module, "find_library", lambda: None)
-    assert _default_draft_weights(ExportOptions("target", "draft", Path("out")), "full") == "full"
 
 
 def test_a_text_to_measure_on_is_read_before_the_export(
