@@ -34,24 +34,23 @@ from .formats.packed import Lazy
 from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
-_LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
-    """Refuse position embeddings that depend on the length of the longest sequence, if max_len
-    exceeds the original context. Raises OutriderError "architecture"."""
+    """Refuse LongRoPE if max_len exceeds its original context. Dynamic NTK embeddings change only
+    beyond the checkpoint's context. Raises OutriderError "architecture"."""
     text = checkpoint.text_config
     parameters = getattr(text, "rope_parameters", None) or {}
     per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     for rope in per_layer:
-        kind = rope.get("rope_type", "default")
         original = rope.get("original_max_position_embeddings") or checkpoint.max_len
-        if kind in _LENGTH_DEPENDENT_ROPE and max_len > original:
+        if rope.get("rope_type") == "longrope" and max_len > original:
             raise OutriderError(
                 "architecture",
-                f"{checkpoint.source} uses {_LENGTH_DEPENDENT_ROPE[kind]} position embeddings, "
-                f"which change beyond {original} tokens and so cannot be compiled for {max_len}",
+                f"{checkpoint.source} uses LongRoPE position embeddings, which change beyond "
+                f"{original} tokens and so cannot be compiled for {max_len}",
                 f"Build with MAX_LEN={original}.",
             )
 

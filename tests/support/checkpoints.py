@@ -143,9 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         transformers.Phi3Config, original_max_position_embeddings=CONTEXT // 2,
         **_rope("longrope", CONTEXT // 2, short_factor=[1.5] * 8, long_factor=[4.0] * 8),
     ),
-    "llama-dynamic": _llama(
-        transformers.LlamaConfig, **_rope("dynamic", CONTEXT // 2, factor=2.0)
-    ),
+    "llama-dynamic": _llama(transformers.LlamaConfig, **_rope("dynamic", 32, factor=2.0)),
     "gpt2": _gpt(transformers.GPT2Config, **_GPT2),
     "opt": _gpt(
         transformers.OPTConfig, **_LONG, word_embed_proj_dim=64, ffn_dim=96, pad_token_id=0
