@@ -231,23 +231,32 @@ def _make_parts(
     )
     if same_encoders:
         note("target and draft have the same encoder, which runs once for both")
-    return {
-        role: part.make(
-            part.PartRequest(
-                role, model, options.dtype, lengths[role], capacity, options.max_gamma,
-                form=options.form,
-                weights=None if kinds[role] == "full" else cast(Weights, kinds[role]),
-                cache=options.cache_type,
-                text=text_ids,
-                bits=options.bits if role == "target" else None,
-                shares_encoder=same_encoders and role == "draft",
-                backend_runs_states=RECURRENT_STATES in options.backend_runs,
-            ),
-            options.cache,
-            options.force,
-        )
-        for role, model in models.items()
-    }  # fmt: skip
+
+    def make(role: str, kind: str) -> tuple[Path, GraphFacts]:
+        request = part.PartRequest(
+            role, models[role], options.dtype, lengths[role], capacity, options.max_gamma,
+            form=options.form,
+            weights=None if kind == "full" else cast(Weights, kind),
+            cache=options.cache_type,
+            text=text_ids,
+            bits=options.bits if role == "target" else None,
+            shares_encoder=same_encoders and role == "draft",
+            backend_runs_states=RECURRENT_STATES in options.backend_runs,
+        )  # fmt: skip
+        return part.make(request, options.cache, options.force)
+
+    parts = {"target": make("target", kinds["target"])}
+    if "draft" in models:
+        try:
+            parts["draft"] = make("draft", kinds["draft"])
+        except OutriderError as error:
+            by_default = kinds["target"] == "full" and not options.draft_weights
+            if not by_default or kinds["draft"] != "int8" or error.kind == "option":
+                raise
+            # Nobody asked for int8, so a draft that it breaks is not refused.
+            parts["draft"] = make("draft", "full")
+            note(f"DRAFT_WEIGHTS is full: {error.cause}")
+    return parts
 
 
 def _write_pair(
