@@ -17,7 +17,7 @@ from workshop import CAPACITY, MAX_LEN, Workshop, traced_once
 
 from export import checkpoint, compare, graph, loading, part
 from export.pair import export as export_pair
-from runtime.files.manifest import HOST_FILE
+from runtime.files.manifest import HOST_FILE, Cache
 from runtime.files.torch_files import WEIGHTS_FILE
 
 
@@ -134,7 +134,8 @@ def test_one_wrong_weight_is_seen(
 @pytest.mark.parametrize("positions", [3, 4])
 def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> None:
     """For a mixture of experts, and only if roundings are allowed for, 3 of the 77 computed
-    positions may be far off; the bound on the mean applies all the same."""
+    positions may be far off; the bound on the mean applies all the same. Fault: with rounded cache
+    rows and full weights a single position refused the mixture."""
     pair = workshop.pair("onnxruntime")
     folder = workshop.graphs(*pair) / "target"
     original = compare.reference(original_of(pair[0]).model, CAPACITY)
@@ -143,12 +144,14 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
 
     step = original.ids.shape[1] // 2 + 5  # of the first slot; a call of one token
 
-    def compare_with_error(off: float, mixture: bool = True, at: int = 3) -> compare.Comparison:
+    def compare_with_error(
+        off: float, mixture: bool = True, at: int = 3, cache: Cache | None = None
+    ) -> compare.Comparison:
         logits = original.logits.copy()
         logits[0, at : at + (1 if at == step else positions)] += off
         distorted = replace(original, logits=logits, mixture=mixture)
-        rounded = replace(distorted, logits=logits + 0.5)
-        return compare.compare(folder, distorted, "float32", rounded=rounded)
+        rounded = None if cache else replace(distorted, logits=logits + 0.5)
+        return compare.compare(folder, distorted, "float32", rounded=rounded, cache=cache)
 
     assert compare_with_error(10).passed == (positions == 3)
     assert ("at 3 positions of a mixture" in compare_with_error(10).describe()) == (positions == 3)
@@ -156,3 +159,5 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
     assert not compare_with_error(100).passed
     assert not compare_with_error(10, at=step).passed and compare_with_error(0.9, at=step).passed
     assert compare_with_error(0.9, mixture=False).passed
+    assert compare_with_error(10, cache="int8").passed == (positions == 3)
+    assert not compare_with_error(10, mixture=False, cache="int8").passed
