@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from workshop import MAX_GAMMA, MAX_LEN, Workshop, traced_once
 
 from engines.bundle import build
-from export import compare, part
+from export import compare
+from export import part as parts
 from export.checkpoint import find
 from export.loading import load as load_original
 from export.pair import ExportOptions, _default_draft_weights
@@ -412,21 +413,25 @@ def test_a_draft_that_cannot_have_8_bits_is_full_unless_they_were_asked_for(
 ) -> None:
     """As where there is no compiler for liboutrider, or if rounding breaks the draft. Fault: such a
     pair was refused although nobody had set DRAFT_WEIGHTS."""
-    real, pair, kind = part.make, workshop.small_pair(), "backend"
+    real, pair = parts.make, workshop.small_pair()
 
-    def make(request: part.PartRequest, *where: Any) -> Any:
-        if request.weights:
-            raise OutriderError(kind, "no liboutrider", "Install a C++ compiler.")
-        return real(request, *where)
+    def fail(kind: str) -> None:
+        def make(request: parts.PartRequest, *where: Any) -> Any:
+            if request.weights:
+                raise OutriderError(kind, "no liboutrider", "Install a C++ compiler.")
+            return real(request, *where)
 
-    monkeypatch.setattr(part, "make", make)
+        monkeypatch.setattr(parts, "make", make)
+
+    fail("backend")
     made = read_pair(workshop.graphs(*pair, draft_weights=None, max_gamma=3))
     assert made.draft is not None and made.draft.weights is None
     assert "note: DRAFT_WEIGHTS is full: no liboutrider" in capsys.readouterr().err
-    # An error in an option, such as a TEXT that is too short, is never ignored.
-    for kind, weights in (("backend", "int8"), ("option", None)):
-        with pytest.raises(OutriderError, match="no liboutrider"):
-            workshop.graphs(*pair, draft_weights=weights, max_gamma=4)
+    with pytest.raises(OutriderError, match="no liboutrider"):
+        workshop.graphs(*pair, draft_weights="int8", max_gamma=4)
+    fail("option")  # such as a TEXT that is too short, which is not ignored
+    with pytest.raises(OutriderError, match="no liboutrider"):
+        workshop.graphs(*pair, draft_weights=None, max_gamma=4)
 
 
 @pytest.mark.parametrize(
