@@ -116,8 +116,8 @@ class OrtEngine(HostEngine[Any]):
             raise OutriderError(
                 "backend",
                 f"{folder} has quantised weights, which need liboutrider: {reason}",
-                "Run make plugins, or install a wheel that includes it. (Without it, a draft must be "
-                "built with DRAFT_WEIGHTS=full.)",
+                "Run make plugins, install a wheel that includes it, or build with full weights "
+                "(DRAFT_WEIGHTS=full for a draft).",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.
         use_host_graph = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())
