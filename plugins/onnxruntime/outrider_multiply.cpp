@@ -98,19 +98,25 @@ void set_matrix(outrider_product* c, const ort::Tensor& levels, const ort::Tenso
   c->scales = static_cast<const uint16_t*>(scales.data);
 }
 
-constexpr int64_t RUN = 8;   // panels that a thread multiplies at a time
-constexpr int64_t ROWS = 16; // rows that a thread rounds or copies at a time
+constexpr int64_t RUN = 8, SHARES = 8; // panels that a thread multiplies at a time; see tasks_of
+constexpr int64_t ROWS = 16;           // rows that a thread rounds or copies at a time
 
-constexpr size_t ROUNDED = BLOCK + 8; // bytes of a block of x
-
-// Lays out the rounded rows, of `blocks` blocks in total, in `memory`.
-void set_rounded(outrider_product* c, char* memory, size_t blocks) {
-  c->x_scales = reinterpret_cast<float*>(memory);
-  c->x_sums = reinterpret_cast<int32_t*>(c->x_scales + blocks);
-  c->x_levels = reinterpret_cast<int8_t*>(c->x_sums + blocks);
-}
+using Rounded = std::unique_ptr<outrider_rounded[]>;
 
 int64_t runs_of(const outrider_product& c) { return (c.rows + ROWS - 1) / ROWS; }
+
+// A product is split into tasks of nearly equal size, whose number is a multiple of SHARES: ONNX
+// Runtime divides it by the number of threads, and 2, 4 or 8 threads then get equal shares.
+int64_t tasks_of(const outrider_product& c) {
+  return (panels_of(c.columns) + SHARES * RUN - 1) / (SHARES * RUN) * SHARES;
+}
+
+void multiply_task(const Kernel& kernel, const outrider_product& c, int64_t task) {
+  const int64_t size = kernel.tiles->panels, tasks = tasks_of(c);
+  const int64_t groups = (panels_of(c.columns) + size - 1) / size;
+  const int64_t first = groups * task / tasks, end = groups * (task + 1) / tasks;
+  if (first < end) kernel.tiles->multiply(&c, first, end);
+}
 
 // Take a few microseconds, less than waking a thread.
 bool rows_are_short(const outrider_product& c) { return c.rows * c.depth < 1 << 15; }
@@ -144,22 +150,19 @@ ort::Status* multiply(void* made, ort::Context* context) {
   set_matrix(&c, in[LEVELS], in[SCALES]);
   const int64_t blocks = blocks_of(kernel);
   const size_t count = static_cast<size_t>(c.rows * blocks);
-  const std::unique_ptr<char[]> rounded(new (std::nothrow) char[count * ROUNDED]);
+  const Rounded rounded(new (std::nothrow) outrider_rounded[count]);
   if (!rounded) return ort::make_error(api, "out of memory");
-  set_rounded(&c, rounded.get(), count);
+  c.rounded = rounded.get();
 
   if (ort::Status* status = round_rows(kernel, context, c)) return status;
   outrider_product more = c;
   set_matrix(&more, in[MORE], in[MORE + 1]);
   c.columns = first_rows, more.columns = kernel.rows - first_rows;
   more.y += first_rows, more.bits = 12 - c.bits;
-  const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
-  const int64_t more_panels = panels_of(more.columns), more_runs = (more_panels + RUN - 1) / RUN;
+  const int64_t tasks = tasks_of(c);
   const bool few = is_small(c, blocks) && is_small(more, blocks);
-  return ort::parallel_for(api, context, runs + more_runs, few, [&](int64_t i) {
-    if (i < runs) return kernel.tiles->multiply(&c, i * RUN, std::min((i + 1) * RUN, panels));
-    const int64_t begin = (i - runs) * RUN;
-    kernel.tiles->multiply(&more, begin, std::min(begin + RUN, more_panels));
+  return ort::parallel_for(api, context, tasks + tasks_of(more), few, [&](int64_t i) {
+    multiply_task(kernel, i < tasks ? c : more, i < tasks ? i : i - tasks);
   });
 }
 
@@ -195,13 +198,11 @@ ort::Status* multiply_experts(void* made, ort::Context* context) {
   const size_t experts = static_cast<size_t>(kernel.experts);
   const std::unique_ptr<int64_t[]> order(new (std::nothrow) int64_t[all + 2 * experts + 1]);
   const std::unique_ptr<float[]> out(new (std::nothrow) float[wide]);
-  const std::unique_ptr<char[]> rounded(
-      new (std::nothrow) char[(given_blocks + sorted_blocks) * ROUNDED]);
+  const Rounded rounded(new (std::nothrow) outrider_rounded[given_blocks + sorted_blocks]);
   if (!order || !out || !rounded) return ort::make_error(api, "out of memory");
-  set_rounded(&c, rounded.get(), given_blocks);
+  c.rounded = rounded.get();
   outrider_product of_sorted = c;
-  set_rounded(&of_sorted, rounded.get() + given_blocks * ROUNDED, sorted_blocks);
-  of_sorted.rows = rows, of_sorted.y = out.get();
+  of_sorted.rows = rows, of_sorted.y = out.get(), of_sorted.rounded += given_blocks;
 
   int64_t *place = order.get(), *begin = place + rows, *used_experts = begin + kernel.experts + 1;
   std::fill(begin, begin + kernel.experts + 1, 0);
@@ -215,33 +216,26 @@ ort::Status* multiply_experts(void* made, ort::Context* context) {
   std::copy_backward(begin, begin + kernel.experts, begin + kernel.experts + 1);
   begin[0] = 0;
 
-  const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
+  const int64_t panels = panels_of(c.columns), tasks = tasks_of(c);
   const bool few = rows_are_short(of_sorted);
   ort::Status* status = round_rows(kernel, context, c);
   if (status == nullptr)
     status = ort::parallel_for(api, context, runs_of(of_sorted), few, [&](int64_t i) {
-      const size_t size = static_cast<size_t>(blocks);
-      for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row) {
-        const int64_t from = row % c.rows * blocks, to = place[row] * blocks;
-        memcpy(of_sorted.x_levels + to * BLOCK, c.x_levels + from * BLOCK, size * BLOCK);
-        memcpy(of_sorted.x_scales + to, c.x_scales + from, size * sizeof(float));
-        memcpy(of_sorted.x_sums + to, c.x_sums + from, size * sizeof(int32_t));
-      }
+      for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row)
+        std::copy_n(c.rounded + row % c.rows * blocks, blocks,
+                    of_sorted.rounded + place[row] * blocks);
     });
   if (status == nullptr)
     status =
-        ort::parallel_for(api, context, count * runs, is_small(of_sorted, blocks), [&](int64_t i) {
-          const int64_t expert = used_experts[i / runs], first_row = begin[expert];
+        ort::parallel_for(api, context, count * tasks, is_small(of_sorted, blocks), [&](int64_t i) {
+          const int64_t expert = used_experts[i / tasks], first_row = begin[expert];
           outrider_product own = of_sorted;
           own.rows = begin[expert + 1] - first_row;
           own.levels += expert * panels * blocks * 64 * c.bits;
           own.scales += expert * panels * blocks * PANEL;
-          own.x_levels += first_row * blocks * BLOCK;
-          own.x_scales += first_row * blocks;
-          own.x_sums += first_row * blocks;
+          own.rounded += first_row * blocks;
           own.y += first_row * c.columns;
-          const int64_t first = i % runs * RUN;
-          kernel.tiles->multiply(&own, first, std::min(first + RUN, panels));
+          multiply_task(kernel, own, i % tasks);
         });
   if (status == nullptr)
     status = ort::parallel_for(api, context, runs_of(of_sorted), few, [&](int64_t i) {

@@ -11,16 +11,18 @@ using Call = outrider_product;
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 constexpr int PREFETCH_BYTES = 4096; // prefetch distance in bytes of weights
 // ROW_GROUP: maximum number of rows multiplied per reading of a weight; their sums fit into
-// registers. STEPS: unrolled steps of a block. With 1, GCC would copy all sums in each step on x86;
-// with more, it would load all weights first on ARM, and spill them.
+// registers. PANELS: panels multiplied together, so that a number of x is loaded once for two
+// vectors of outputs or more; with one, loads take longer than the products. STEPS: unrolled steps
+// of a block. With 1, GCC would copy all sums in each step on x86; with more, it would load all
+// weights first on ARM, and spill them.
 #if defined(__AVX512VNNI__)
-constexpr int ROW_GROUP = 12, STEPS = 8;
+constexpr int ROW_GROUP = 6, PANELS = 2, STEPS = 8;
 #elif defined(__AVX2__)
-constexpr int ROW_GROUP = 6, STEPS = 8;
+constexpr int ROW_GROUP = 6, PANELS = 1, STEPS = 8;
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int ROW_GROUP = 4, STEPS = 1;
+constexpr int ROW_GROUP = 4, PANELS = 1, STEPS = 1;
 #else
-constexpr int ROW_GROUP = 6;
+constexpr int ROW_GROUP = 6, PANELS = 1;
 #endif
 
 template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // added to a level to make it unsigned
@@ -50,7 +52,7 @@ void round_row(const Call& c, int64_t row) {
     const float inverse = max_magnitude > 4e-37f ? 127.0f / max_magnitude : 0.0f;
     Integers sums{};
     alignas(64) int32_t wide[BLOCK];
-    int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
+    outrider_rounded& to = c.rounded[row * blocks + b];
     for (int i = 0; i < BLOCK; i += LANES) {
       // Rounded to the nearest whole number, in the low bits; 0 if it is not finite.
       const Vector shifted = load(from + i) * splat(inverse) + splat(12582912.0f);
@@ -58,10 +60,9 @@ void round_row(const Call& c, int64_t row) {
       __builtin_memcpy(wide + i, &level, sizeof level);
       sums += level;
     }
-    for (int i = 0; i < BLOCK; ++i) levels[i] = static_cast<int8_t>(wide[i]);
-    const int32_t sum = fold(sums, sum_of<Integers>);
-    c.x_scales[row * blocks + b] = scale;
-    c.x_sums[row * blocks + b] = sum;
+    for (int i = 0; i < BLOCK; ++i) to.levels[i] = static_cast<int8_t>(wide[i]);
+    to.scale = scale;
+    to.correction = -8 * fold(sums, sum_of<Integers>);
   }
 }
 
@@ -70,18 +71,18 @@ void round(const Call* call, int64_t first, int64_t end) {
 }
 
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-// R rows times one panel. The instruction sets differ in how each lane multiplies four neighbours
-// along K: of a weight, unsigned, and of x, the same four in all lanes.
+// R rows times PANELS panels. The instruction sets differ in how each lane multiplies four
+// neighbours along K: of a weight, unsigned, and of x, the same four in all lanes.
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Integers))));
 typedef uint8_t Packed __attribute__((vector_size(sizeof(Integers)), aligned(1), may_alias));
-constexpr int VECTORS = PANEL / LANES; // vectors of a panel's outputs
+constexpr int OF_PANEL = PANEL / LANES, VECTORS = PANELS * OF_PANEL; // vectors of outputs
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 constexpr bool SIGNED = false; // whether 8-bit weights are converted to signed first
 
-template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
-  return -OFFSET<BITS> * x_sum - Integers{};
+template <int BITS> INLINE Integers first_sum(int32_t correction) {
+  return (correction - Integers{}) * (OFFSET<BITS> / 8);
 }
 template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
@@ -110,8 +111,8 @@ INLINE Integers pairs(__m256i sums) { // adds 16-bit neighbours
 
 template <int> INLINE Integers first_sum(int32_t) { return Integers{}; }
 
-template <int BITS> INLINE Integers last_sum(Integers sum, int32_t x_sum) {
-  return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) - OFFSET<BITS> * x_sum : sum;
+template <int BITS> INLINE Integers last_sum(Integers sum, int32_t correction) {
+  return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) + correction : sum;
 }
 
 template <int BITS> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
@@ -126,8 +127,8 @@ template <int BITS> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 
 constexpr bool SIGNED = true;
 
-template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
-  return (BITS == 4 ? -OFFSET<BITS> * x_sum : 0) - Integers{};
+template <int BITS> INLINE Integers first_sum(int32_t correction) {
+  return (BITS == 4 ? correction : 0) - Integers{};
 }
 template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
@@ -155,23 +156,24 @@ INLINE Vector widened(const uint16_t* from) {
 #pragma GCC optimize("no-tree-ter", "no-tree-reassoc")
 #endif
 
+// apart: number of panels from the first one to the second one.
 template <int R, int BITS>
-void panel_rows(const Call& c, int64_t panel, int64_t first) {
-  const int64_t blocks = blocks_of(c);
+void panel_rows(const Call& c, int64_t panel, int64_t apart, int64_t first) {
+  const int64_t blocks = blocks_of(c), blocks_apart = apart * blocks;
   const uint8_t* levels = c.levels + panel * blocks * 64 * BITS;
   const uint16_t* scales = c.scales + panel * blocks * PANEL;
-  const int8_t* x = c.x_levels + first * blocks * BLOCK;
-  const float* x_scales = c.x_scales + first * blocks;
-  const int32_t* x_sums = c.x_sums + first * blocks;
-  Vector total[VECTORS][R] = {};
+  const outrider_rounded* x = c.rounded + first * blocks;
+  Vector total[VECTORS][R];
+  for (int v = 0; v < VECTORS; ++v)
+    for (int r = 0; r < R; ++r) total[v][r] = Vector{};
   for (int64_t b = 0; b < blocks; ++b) {
     Integers sum[VECTORS][R];
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECTORS; ++v) sum[v][r] = first_sum<BITS>(x_sums[r * blocks + b]);
+      for (int v = 0; v < VECTORS; ++v) sum[v][r] = first_sum<BITS>(x[r * blocks + b].correction);
     auto add = [&](const Bytes* weight, int number) {
       for (int r = 0; r < R; ++r) {
         int32_t four;
-        __builtin_memcpy(&four, x + (r * blocks + b) * BLOCK + number, sizeof four);
+        __builtin_memcpy(&four, x[r * blocks + b].levels + number, sizeof four);
         const Bytes fours = reinterpret_cast<Bytes>(four - Integers{});
         for (int v = 0; v < VECTORS; ++v) sum[v][r] = added<BITS>(sum[v][r], weight[v], fours);
       }
@@ -179,9 +181,11 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 #pragma GCC unroll STEPS
     for (int j = 0; j < BITS; ++j) {
       Bytes weight[VECTORS], high[VECTORS];
-      for (int v = 0; v < VECTORS; ++v)
-        weight[v] = *reinterpret_cast<const Packed*>(levels + 64 * j + 4 * LANES * v);
-      __builtin_prefetch(levels + 64 * j + PREFETCH_BYTES);
+      for (int v = 0; v < VECTORS; ++v) {
+        const uint8_t* from = levels + v / OF_PANEL * blocks_apart * 64 * BITS + 64 * j;
+        weight[v] = *reinterpret_cast<const Packed*>(from + v % OF_PANEL * 4 * LANES);
+        if (v % OF_PANEL == 0) __builtin_prefetch(from + PREFETCH_BYTES);
+      }
       if constexpr (BITS == 4) {
         for (int v = 0; v < VECTORS; ++v) high[v] = weight[v] >> 4, weight[v] &= 15;
         add(weight, 8 * j);
@@ -193,22 +197,27 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
     }
     levels += 64 * BITS;
     for (int v = 0; v < VECTORS; ++v) {
-      const Vector scale = widened(scales + b * PANEL + v * LANES);
+      const uint16_t* from = scales + (v / OF_PANEL * blocks_apart + b) * PANEL;
+      const Vector scale = widened(from + v % OF_PANEL * LANES);
       for (int r = 0; r < R; ++r) {
-        const Integers whole = last_sum<BITS>(sum[v][r], x_sums[r * blocks + b]);
+        const Integers whole = last_sum<BITS>(sum[v][r], x[r * blocks + b].correction);
         total[v][r] = fused(__builtin_convertvector(whole, Vector),
-                            scale * splat(x_scales[r * blocks + b]), total[v][r]);
+                            scale * splat(x[r * blocks + b].scale), total[v][r]);
       }
     }
   }
+  float* y = c.y + first * c.stride + panel * PANEL;
+  const auto place = [&](int v) { return v / OF_PANEL * apart * PANEL + v % OF_PANEL * LANES; };
   const int64_t available = c.columns - panel * PANEL;
-  for (int r = 0; r < R; ++r) {
-    alignas(64) float last[PANEL];
-    float* y = c.y + (first + r) * c.stride + panel * PANEL;
-    for (int v = 0; v < VECTORS; ++v)
-      store((available < PANEL ? last : y) + v * LANES, total[v][r]);
-    for (int64_t i = 0; available < PANEL && i < available; ++i) y[i] = last[i];
+  if (available >= place(VECTORS - 1) + LANES) {
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < VECTORS; ++v) store(y + r * c.stride + place(v), total[v][r]);
+    return;
   }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < VECTORS; ++v)
+      for (int64_t i = 0; i < LANES && place(v) + i < available; ++i)
+        y[r * c.stride + place(v) + i] = total[v][r][i];
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
@@ -218,30 +227,31 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 #else
 
 template <int R, int BITS>
-void panel_rows(const Call& c, int64_t panel, int64_t first) {
+void panel_rows(const Call& c, int64_t panel, int64_t, int64_t first) {
   const int64_t blocks = blocks_of(c);
   float total[R][PANEL] = {};
   for (int64_t b = 0; b < blocks; ++b) {
     const uint8_t* levels = c.levels + (panel * blocks + b) * 64 * BITS;
+    const outrider_rounded* x = c.rounded + first * blocks + b;
     int32_t sum[R][PANEL];
     for (int r = 0; r < R; ++r)
       for (int lane = 0; lane < PANEL; ++lane)
-        sum[r][lane] = -OFFSET<BITS> * c.x_sums[(first + r) * blocks + b];
+        sum[r][lane] = OFFSET<BITS> / 8 * x[r * blocks].correction;
     for (int j = 0; j < BITS; ++j)
       for (int r = 0; r < R; ++r) {
-        const int8_t* x = c.x_levels + ((first + r) * blocks + b) * BLOCK + BLOCK / BITS * j;
+        const int8_t* xs = x[r * blocks].levels + BLOCK / BITS * j;
         for (int lane = 0; lane < PANEL; ++lane)
           for (int i = 0; i < 4; ++i) {
             const int32_t byte = levels[64 * j + 4 * lane + i];
-            sum[r][lane] += BITS == 4 ? (byte & 15) * x[i] + (byte >> 4) * x[4 + i] : byte * x[i];
+            sum[r][lane] +=
+                BITS == 4 ? (byte & 15) * xs[i] + (byte >> 4) * xs[4 + i] : byte * xs[i];
           }
       }
     const uint16_t* scales = c.scales + (panel * blocks + b) * PANEL;
     for (int lane = 0; lane < PANEL; ++lane) {
       const float scale = outrider::from_float16(scales[lane]);
       for (int r = 0; r < R; ++r)
-        total[r][lane] += static_cast<float>(sum[r][lane]) *
-                          (scale * c.x_scales[(first + r) * blocks + b]);
+        total[r][lane] += static_cast<float>(sum[r][lane]) * (scale * x[r * blocks].scale);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -252,26 +262,37 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 #endif
 
 template <int R, int BITS>
-void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
+void multiply_rows(const Call& c, int64_t panel, int64_t apart, int64_t first, int64_t count) {
   if constexpr (R > 1)
-    if (count < R) return multiply_rows<R - 1, BITS>(c, panel, first, count);
-  panel_rows<R, BITS>(c, panel, first);
+    if (count < R) return multiply_rows<R - 1, BITS>(c, panel, apart, first, count);
+  panel_rows<R, BITS>(c, panel, apart, first);
 }
 
-void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
+void multiply(const Call* call, int64_t first_group, int64_t end_group) {
   const Call& c = *call;
   const int64_t runs = (c.rows + ROW_GROUP - 1) / ROW_GROUP;
-  // The beginning of the first panel, which no earlier panel has prefetched.
-  const uint8_t* begin = c.levels + first_panel * blocks_of(c) * 64 * c.bits;
-  for (int i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch(begin + i);
-  for (int64_t panel = first_panel; panel < end_panel; ++panel)
+  const int64_t panels = (c.columns + PANEL - 1) / PANEL, groups = (panels + PANELS - 1) / PANELS;
+  // Panels of a group are far apart, because long pieces of weights are read fastest from memory.
+  // With many rows they are near each other, because their results are then written faster.
+  const int64_t span = c.rows > 12 ? 16 : groups;
+  for (int64_t group = first_group; group < end_group; ++group) {
+    const int64_t begin = group / span * span * PANELS, panel = begin + group % span;
+    const int64_t rest = (panels - begin + PANELS - 1) / PANELS, apart = rest < span ? rest : span;
+    for (int p = 0; p < PANELS && group == first_group; ++p) { // not prefetched by earlier groups
+      const uint8_t* levels = c.levels + (panel + p * apart) * blocks_of(c) * 64 * c.bits;
+      for (int i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch(levels + i);
+    }
+    // Without a second panel, the first one is multiplied twice.
+    const int64_t second = panel + apart < panels ? apart : 0;
     for (int64_t run = 0; run < runs; ++run) { // runs of nearly equal size
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
-      if (c.bits == 4) multiply_rows<ROW_GROUP, 4>(c, panel, first, count);
-      else multiply_rows<ROW_GROUP, 8>(c, panel, first, count);
+      if (c.bits == 4) multiply_rows<ROW_GROUP, 4>(c, panel, second, first, count);
+      else multiply_rows<ROW_GROUP, 8>(c, panel, second, first, count);
     }
+  }
 }
 
 } // namespace
 
-extern "C" const struct outrider_product_tiles OUTRIDER_TABLE = {OUTRIDER_SET, round, multiply};
+extern "C" const struct outrider_product_tiles OUTRIDER_TABLE = {OUTRIDER_SET, PANELS, round,
+                                                              multiply};

@@ -26,6 +26,13 @@ enum {
   OUTRIDER_PRODUCT_PANEL = 16  // outputs computed together
 };
 
+// A block of a rounded row.
+struct outrider_rounded {
+  int8_t levels[OUTRIDER_PRODUCT_BLOCK];
+  float scale;
+  int32_t correction; // for the offset of 4-bit levels of weights: -8 times the sum of `levels`
+};
+
 struct outrider_product {
   int64_t rows, depth, columns; // of x; K; N
   int64_t stride;               // from one row of y to the next: N, or more
@@ -34,17 +41,14 @@ struct outrider_product {
   const uint8_t* levels;
   const uint16_t* scales;
   float* y; // [rows, N]
-  // The rounded rows of x: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], the sums of their
-  // levels, which correct for the offset of the weights' levels.
-  int8_t* x_levels;
-  float* x_scales;
-  int32_t* x_sums;
+  struct outrider_rounded* rounded; // the rows of x: [rows, blocks]
 };
 
 struct outrider_product_tiles {
   const char* name;
+  int64_t panels; // of a group, which are multiplied together
   void (*round)(const struct outrider_product* call, int64_t first_row, int64_t end_row);
-  void (*multiply)(const struct outrider_product* call, int64_t first_panel, int64_t end_panel);
+  void (*multiply)(const struct outrider_product* call, int64_t first_group, int64_t end_group);
 };
 
 extern "C" {
