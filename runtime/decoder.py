@@ -148,8 +148,9 @@ class Decoder:
         unread: tokens that the draft had to read first. seconds: the round without the choice of
         gamma, which only some rounds make: it would make rarely used gammas look expensive.
         """
-        kinds = {plan.sequence.request.draft for plan in plans}
-        if not any(plan.sequence.request.policy for plan in plans) or len(kinds) > 1:
+        requests = [plan.sequence.request for plan in plans]
+        kinds = {request.draft for request in requests if request.gamma}
+        if not any(request.policy for request in requests) or len(kinds) != 1:
             return  # with several kinds of draft, the cost of each is unknown
         if any(part.error for part in result.parts):
             return  # the sequences were run again one by one

@@ -45,6 +45,19 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
         assert [ids(sequence) for sequence in run_all(decoder, requests)] == alone
 
 
+def test_plain_requests_beside_others_do_not_hide_what_rounds_cost() -> None:
+    """A request that never drafts has a kind of draft too. Fault: beside it, "auto" was never told
+    the cost of a round, and so never drafted."""
+    decoder = make_decoder(MODEL, near(MODEL, 2, 0.5), slots=2)
+    auto = make_policy("auto", decoder.costs["ngram"], decoder.max_gamma, fallback=False)
+    requests = [
+        Request([2, 3], gamma=8, policy=auto, draft="ngram", max_new_tokens=20),
+        Request([2, 3], gamma=0, max_new_tokens=20),
+    ]
+    run_all(decoder, requests)
+    assert decoder.costs["ngram"].rounds(2).plain > 0
+
+
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """They observe each round once: the tokens drafted and accepted, and the seconds spent on
     drafting and on everything else. These exclude the time to choose gamma, otherwise a gamma that
