@@ -8,7 +8,7 @@
 
 Requests beyond the slots wait in a queue; one that finds it full is answered with status 429. A
 client that disconnects frees its slot. A field that OpenAI's reference does not have is an option
-of the engine, such as "gamma": 8. Without "seed" and the like, gamma is "auto".
+of the engine, such as "gamma": 8.
 """
 
 import sys

@@ -4,17 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from outrider import Options, OutriderError, TextEngine
+from outrider import OutriderError, TextEngine
 
 from .answers import Answer, Part, with_logprobs
 from .requests import REFUSED, Chat, Completion, Requests, refusal
 
-_FIXED = "seed", "gamma", "draft", "fallback", "draft_threshold"  # those that determine the rounds
 # Generates the requests one after another and yields the parts of the response: one per round if it
 # is streamed, otherwise one per request.
 Generate = Callable[[Requests, bool], AsyncIterator[Part]]
@@ -70,12 +68,7 @@ async def from_engine(
     threads: at least as many as there are requests that hold a slot or wait for one: each blocks
     one thread.
     """
-    has_drafts = engine.decoder.draft is not None or engine.manifest.pair.lookup is not None
     for index, (prompt, options) in enumerate(requests):
-        # Without a seed nothing has to be reproduced, so timing may decide how much is drafted:
-        # with many requests at once, drafts can cost more than they gain.
-        if has_drafts and all(getattr(options, name) == getattr(Options, name) for name in _FIXED):
-            options = replace(options, gamma="auto")
         # Completions set chat=False.
         if options.chat is None and engine.tokenizer.chat_template is None:
             remedy = "Use /v1/completions, or start the server with a chat template"

@@ -90,11 +90,10 @@ class Body(BaseModel, extra="allow", strict=True):
             if value is not None and name not in _LABELS and name not in _NO_EFFECT
         }
         with self.own_names():
-            options = Options(temperature=1.0).updated(given)
-        each = [options] * self.n
-        if (seed := options.seed) is not None:
-            each = [replace(options, seed=(seed + nth) % 2**64) for nth in range(self.n)]
-        return [(prompt, one) for prompt in prompts for one in each]
+            options = Options(temperature=1.0).updated(given).seeded()
+        first = options.seed or 0
+        seeds = [replace(options, seed=(first + nth) % 2**64) for nth in range(self.n)]
+        return [(prompt, seeded) for prompt in prompts for seeded in seeds]
 
 
 class Completion(Body):

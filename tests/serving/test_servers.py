@@ -378,29 +378,6 @@ def test_a_checkpoint_without_a_chat_template() -> None:
         asyncio.run(ask())
 
 
-@pytest.mark.parametrize("draft_model", [True, False])
-@pytest.mark.parametrize(
-    ("given", "by_time"), [({}, True), ({"seed": 1}, False), ({"gamma": 0}, False)]
-)
-def test_timing_decides_what_is_drafted_if_nothing_has_to_be_reproduced(
-    bundle: Path, given: dict[str, Any], by_time: bool, draft_model: bool
-) -> None:
-    from examples.openai.api import from_engine  # FastAPI
-    from examples.openai.requests import Completion
-
-    requests = Completion(model="demo", prompt="a", max_tokens=3, n=2, **given).requests()
-
-    async def generate() -> int:
-        return len([part async for part in from_engine(engine, threads, requests, False)])
-
-    with (
-        outrider.load(bundle, draft_model=draft_model) as engine,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        assert asyncio.run(generate()) == 2
-        assert bool(engine.decoder.costs) == (by_time and draft_model)
-
-
 def test_health(server: Server) -> None:
     assert urlopen(server.url.replace("/v1", "/health")).status == 200
 
