@@ -55,13 +55,13 @@ class ExportOptions:
     draft: "self" for the target with fewer bits, "ngram" for lookups in the text, None for no
     draft. form: format of the graphs; a backend that is given the wrong one names the right one.
     weights: None means "full", or int4 or int8 for a quantised checkpoint. draft_weights: see
-    `_default_draft_weights` for None. backend_runs: the kinds of weights that
-    the backend runs, and whether it runs encoder-decoders and recurrent states; anything else is
-    refused before the export. text: a UTF-8 file to measure the quality of quantised weights on.
-    bits: maximum bits per weight of an int4 target, some of whose matrices may have 8.
-    cache_type: type of the cache rows, only for ONNX Runtime on the CPU; None means `dtype`.
-    max_gamma: 1 to 64. max_len: None means 2048, or the target's context if that is shorter.
-    cache: folder of finished models. force: make them again even if they are there.
+    `_default_draft_weights` for None. backend_runs: the kinds of weights that the backend runs, and
+    whether it runs encoder-decoders and recurrent states; anything else is refused before the
+    export. text: a UTF-8 file to measure the quality of quantised weights on. bits: maximum bits
+    per weight of an int4 target, some of whose matrices may have 8. cache_type: type of the cache
+    rows, only for ONNX Runtime on the CPU; None means `dtype`. max_gamma: 1 to 64. max_len: None
+    means 2048, or the target's context if that is shorter. cache: folder of finished models. force:
+    make them again even if they are there.
     """
 
     model: str
