@@ -142,7 +142,7 @@ class TestBundledPair:
             measure=True,
             max_len=1536,
             weights=request.param,
-            draft_weights=request.param,
+            draft_weights=request.param or "full",
         )
         table = tmp_path_factory.mktemp("table") / "table.npz"
         texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]

@@ -149,7 +149,7 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
 def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> None:
     bundle = workshop.bundle(
         CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft",
-        measure=True, max_len=1536, weights=weights, draft_weights=weights,
+        measure=True, max_len=1536, weights=weights, draft_weights=weights or "full",
     )  # fmt: skip
     random = Random(threads)
     with pytest.raises(OutriderError, match=r"^memory: .*65536 slots need"):
