@@ -250,8 +250,8 @@ def _make_parts(
         try:
             parts["draft"] = make("draft", kinds["draft"])
         except OutriderError as error:
-            by_default = kinds["target"] == "full" and not options.draft_weights
-            if not by_default or kinds["draft"] != "int8" or error.kind == "option":
+            given = options.draft_weights or (kinds["target"], kinds["draft"]) != ("full", "int8")
+            if given or error.kind == "option":
                 raise
             # Nobody asked for int8, so a draft that it breaks is not refused.
             parts["draft"] = make("draft", "full")

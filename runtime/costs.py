@@ -176,11 +176,13 @@ class Costs:
         """A gamma that must be timed before `rounds` can be used: 0, the baseline of all
         comparisons, then 1 until its caches are warm: a draft that seems slow because it was cold
         would never be used, and so never be warm. None if both are known, or other requests
-        determine the rounds."""
+        determine the rounds. After TIMED_AGAIN rounds this begins anew: here, not in `observe`,
+        because a request may not ask for a gamma for a long time."""
         timings = self._batches[batch]
         if timings.count - timings.timed_at >= TIMED_AGAIN:
             timings.timed_at, timings.cached = timings.count, None
-            for gamma, series in ((1, timings.draft), *timings.rest.items()):
+            timings.draft.warm.clear()
+            for gamma, series in timings.rest.items():
                 if gamma:
                     series.warm.clear()
         if timings.count - timings.timed_at >= TIMED_ROUNDS:
