@@ -251,7 +251,7 @@ def _make_parts(
             parts["draft"] = make("draft", kinds["draft"])
         except OutriderError as error:
             given = options.draft_weights or (kinds["target"], kinds["draft"]) != ("full", "int8")
-            if given or error.kind == "option":
+            if given or error.kind in ("option", "disk"):
                 raise
             # Nobody asked for int8, so a draft that it breaks is not refused.
             parts["draft"] = make("draft", "full")

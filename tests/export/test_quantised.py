@@ -429,9 +429,10 @@ def test_a_draft_that_cannot_have_8_bits_is_full_unless_they_were_asked_for(
     assert "note: DRAFT_WEIGHTS is full: no liboutrider" in capsys.readouterr().err
     with pytest.raises(OutriderError, match="no liboutrider"):
         workshop.graphs(*pair, draft_weights="int8", max_gamma=4)
-    fail("option")  # such as a TEXT that is too short, which is not ignored
-    with pytest.raises(OutriderError, match="no liboutrider"):
-        workshop.graphs(*pair, draft_weights=None, max_gamma=4)
+    for other in ("option", "disk"):  # a TEXT that is too short is not ignored; a disk stays full
+        fail(other)
+        with pytest.raises(OutriderError, match="no liboutrider"):
+            workshop.graphs(*pair, draft_weights=None, max_gamma=4)
 
 
 @pytest.mark.parametrize(
