@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from statistics import median_low
 
 import numpy as np
 
-WINDOW = 9  # timings per median: four outliers of any size do not move it far
+WINDOW = 9  # the latest timings that are kept of a quantity
 COLD_ROUNDS = 4  # after a change of gamma, while caches still hold the data of the previous one
-MIN_TIMINGS = 2  # rounds needed for a first estimate, which is the faster of them
+MIN_TIMINGS = 2  # rounds needed for a first estimate
+MIN_WARM = 3  # timings with warm caches needed to leave the others out
 TIMED_ROUNDS = 8  # of a batch size, at most: those that measure the costs before any choice
 TIMED_AGAIN = 1024  # rounds after which they are measured again: the machine may have been busy
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0  # before anything is known; the weight is in tokens
@@ -94,7 +94,8 @@ class EarlierTexts:
 
 @dataclass(slots=True)
 class _Series:
-    """Timings of one quantity. Those with warm caches are used if there are any: cold ones are not
+    """Timings of one quantity. Other processes only make a round slower, so the least counts, or
+    the second of many. Those with warm caches are used if there are enough: cold ones are not
     renewed while a gamma is kept, and would hide that it has become slower."""
 
     cold: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -109,19 +110,23 @@ class _Series:
 
     @property
     def value(self) -> float:
-        return median_low(self.warm or self.cold)
+        used = self.warm if len(self.warm) >= MIN_WARM else [*self.warm, *self.cold]
+        return sorted(used)[len(used) // 8]
 
 
 @dataclass(slots=True)
 class _Timings:
-    """Timings in seconds for one batch size. rest: a round without its draft steps, by gamma."""
+    """Timings in seconds for one batch size, by gamma. steps: a draft step, of which the first in a
+    round takes longer than the others, because the target has evicted the draft from the caches.
+    rest: a round without its draft steps."""
 
-    draft: _Series = field(default_factory=_Series)
+    steps: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
     rest: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
     # (Seconds per token, number of tokens) of each call; with few tokens it is mostly noise.
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
     timed_at: int = 0  # the count when the costs were last measured before any choice
+    renew: bool = False  # whether the next timing of a draft replaces all others
     gamma: int = 0
     repeats: int = 0  # consecutive rounds with this gamma before the last one
     cached: RoundCosts | None = None
@@ -129,6 +134,10 @@ class _Timings:
     @property
     def plain_known(self) -> bool:
         return 0 in self.rest and self.rest[0].known
+
+    def step(self) -> float | None:
+        """Seconds of a draft step in the longest rounds that were timed; None if none were."""
+        return max(((g, x.value) for g, x in self.steps.items() if x.known), default=(0, None))[1]
 
     def reading(self) -> float:
         """The median seconds per token, weighted by tokens."""
@@ -160,15 +169,19 @@ class Costs:
         timings.gamma, timings.cached = gamma, None
         # Mostly the draft's data leaves the caches.
         warm = timings.repeats >= COLD_ROUNDS or gamma == 0
+        if gamma and timings.renew:
+            timings.renew = False
+            timings.steps.clear()
+            timings.rest = defaultdict(_Series, {0: timings.rest[0]})
         timings.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
         if gamma:
-            timings.draft.add(time_draft / gamma, warm)
+            timings.steps[gamma].add(time_draft / gamma, warm)
 
     def observe_catch_up(self, batch: int, tokens: int, seconds: float) -> None:
         """Record that the draft read tokens it lacked: a prompt, or those of rounds without it."""
         timings = self._batches[batch]
-        if timings.draft.known:
-            each = max(0.0, seconds - timings.draft.value) / max(1, tokens)
+        if (step := timings.step()) is not None:
+            each = max(0.0, seconds - step) / max(1, tokens)
             timings.readings.append((each, tokens))
             timings.cached = None
 
@@ -180,36 +193,37 @@ class Costs:
         because a request may not ask for a gamma for a long time."""
         timings = self._batches[batch]
         if timings.count - timings.timed_at >= TIMED_AGAIN:
-            timings.timed_at, timings.cached = timings.count, None
-            timings.draft.warm.clear()
-            for gamma, series in timings.rest.items():
-                if gamma:
-                    series.warm.clear()
+            timings.timed_at, timings.renew = timings.count, True
         if timings.count - timings.timed_at >= TIMED_ROUNDS:
             return None
         if not timings.plain_known:
             return 0
-        return None if timings.draft.warm else 1
+        first = timings.steps[1]
+        return None if first.known and first.warm and not timings.renew else 1
 
     def rounds(self, batch: int) -> RoundCosts:
-        """The costs, from medians. No verification is assumed to cost more than a wider one that
-        was timed: a plain step last timed at the end of a long text, or on a busy machine, must not
-        make drafts look fast. The batch size must have been observed."""
+        """The costs. No verification is assumed to cost more than a wider one that was timed: a
+        plain step last timed at the end of a long text, or on a busy machine, must not make drafts
+        look fast. What the draft steps of shorter rounds cost more than those of longer ones counts
+        as their rest. The batch size must have been observed."""
         timings = self._batches[batch]
         if timings.cached is None:
             known = {g: rest for g, rest in timings.rest.items() if rest.known} or timings.rest
             least, rest = float("inf"), {}
+            step = timings.step()
             for gamma in sorted(known, reverse=True):
-                rest[gamma] = least = min(least, known[gamma].value)
+                least = min(least, known[gamma].value)
+                dearer = timings.steps[gamma].value - step if gamma and step is not None else 0.0
+                rest[gamma] = least + gamma * dearer
             # An untimed draft is assumed slow, and tried only after a pause.
-            draft = timings.draft.value if timings.draft.known else min(rest.values())
+            draft = least if step is None else step
             timings.cached = RoundCosts.of(draft, rest, self.max_gamma, timings.reading())
         return timings.cached
 
     def rounds_if_timed(self, batch: int) -> RoundCosts | None:
         """`rounds` if a plain step and a draft step were timed; None if it would be a guess."""
         timings = self._batches.get(batch)
-        if timings is None or not (timings.plain_known and timings.draft.known):
+        if timings is None or not timings.plain_known or timings.step() is None:
             return None
         return self.rounds(batch)
 

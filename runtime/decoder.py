@@ -15,6 +15,7 @@ from .checks import Limits, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
+from .policy import SharedGamma, choose_together
 from .sampling.softmax import largest, log_softmax
 from .sequence import (
     ActiveSequence,
@@ -54,7 +55,7 @@ class Decoder:
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.context = context
         # Used by policies; separate for each draft, because a lookup costs less than a model.
-        self.costs: dict[str, Costs] = defaultdict(lambda: Costs(max_gamma))
+        self.gammas: dict[str, SharedGamma] = defaultdict(lambda: SharedGamma(Costs(max_gamma)))
 
     # Joining and leaving
 
@@ -108,7 +109,8 @@ class Decoder:
         must be released. The others are not affected.
         """
         begin = time.perf_counter()
-        plans = [self._plan(sequence, len(batch)) for sequence in batch]
+        choose_together((sequence.request.policy for sequence in batch), len(batch))
+        plans = [self._plan(sequence) for sequence in batch]
         planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
@@ -131,9 +133,9 @@ class Decoder:
             # Not wall time since the start, which would include a slow reader of the stream.
             stats.elapsed += end - begin
 
-    def _plan(self, sequence: ActiveSequence, batch_size: int) -> SlotPlan:
+    def _plan(self, sequence: ActiveSequence) -> SlotPlan:
         request = sequence.request
-        gamma = request.gamma if request.policy is None else request.policy.next(batch_size)
+        gamma = request.gamma if request.policy is None else request.policy.next()
         return SlotPlan(sequence, gamma, self._max_drafts(sequence), self._tokens_left(sequence))
 
     def _reads_model(self, plan: SlotPlan) -> bool:
@@ -154,7 +156,7 @@ class Decoder:
             return  # with several kinds of draft, the cost of each is unknown
         if any(part.error for part in result.parts):
             return  # the sequences were run again one by one
-        costs, catch_up_seconds = self.costs[kinds.pop()], result.time_draft_prefill
+        costs, catch_up_seconds = self.gammas[kinds.pop()].costs, result.time_draft_prefill
         steps = max(len(part.drafts) for part in result.parts)
         rest = seconds - result.time_draft - catch_up_seconds
         costs.observe(len(plans), steps, result.time_draft, rest)

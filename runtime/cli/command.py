@@ -141,8 +141,8 @@ def _costs(
     stats = result.stats
     if plain is not None and plain.stats.rounds and stats.drafted:
         return summarise({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
-    known = engine.decoder.costs.get(draft)
-    return known.rounds_if_timed(1) if known else None
+    known = engine.decoder.gammas.get(draft)
+    return known.costs.rounds_if_timed(1) if known else None
 
 
 def _generate_text(session: Session, prompt: Prompt | None) -> Result:

@@ -123,7 +123,7 @@ def _policy(
     if not (fallback or isinstance(named, str)) or not 0 < gamma <= max_gamma:
         return None  # `Decoder.check` refuses what is out of range
     settings = (replace(params, seed=0), options.draft_temperature)
-    return make_policy(named, decoder.costs[draft], max_gamma, fallback=fallback, settings=settings)
+    return make_policy(named, decoder.gammas[draft], fallback=fallback, settings=settings)
 
 
 # The prompt and the source

@@ -90,7 +90,7 @@ class OccasionalGamma:
     def __init__(self, usual: int, other: int):
         self.usual, self.other, self.calls, self.gammas = usual, other, 0, list[int]()
 
-    def next(self, batch: int) -> int:
+    def next(self) -> int:
         self.calls += 1
         return self.usual if self.calls % 5 else self.other
 

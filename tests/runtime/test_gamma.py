@@ -25,7 +25,7 @@ NAMES = ["auto", "transformers", 4]
 
 
 def make_request(decoder: Decoder, name: int | str, **request: object) -> Request:
-    policy = make_policy(name, decoder.costs["model"], decoder.max_gamma, fallback=True)
+    policy = make_policy(name, decoder.gammas["model"], fallback=True)
     gamma = decoder.max_gamma if isinstance(name, str) else name
     return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
 
@@ -49,13 +49,13 @@ def test_plain_requests_beside_others_do_not_hide_what_rounds_cost() -> None:
     """A request that never drafts has a kind of draft too. Fault: beside it, "auto" was never told
     the cost of a round, and so never drafted."""
     decoder = make_decoder(MODEL, near(MODEL, 2, 0.5), slots=2)
-    auto = make_policy("auto", decoder.costs["ngram"], decoder.max_gamma, fallback=False)
+    auto = make_policy("auto", decoder.gammas["ngram"], fallback=False)
     requests = [
         Request([2, 3], gamma=8, policy=auto, draft="ngram", max_new_tokens=20),
         Request([2, 3], gamma=0, max_new_tokens=20),
     ]
     run_all(decoder, requests)
-    assert decoder.costs["ngram"].rounds(2).plain > 0
+    assert decoder.gammas["ngram"].costs.rounds(2).plain > 0
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +65,8 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     now, rounds, costs = 0.0, [], []
 
     class Slow:
-        def next(self, batch: int) -> int:
+        def next(self) -> int:
             nonlocal now
-            assert batch == 1
             now += 1.0
             return 3
 
@@ -90,7 +89,7 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
     slow_down(decoder.draft, 2.0)
     slow_down(decoder.target, 16.0)
-    monkeypatch.setattr(decoder.costs["model"], "observe", lambda *seen: costs.append(seen))
+    monkeypatch.setattr(decoder.gammas["model"].costs, "observe", lambda *seen: costs.append(seen))
     stats = run(decoder, Request([2, 3], gamma=8, policy=Slow(), max_new_tokens=40)).stats
     assert len(rounds) == stats.rounds
     assert costs == [(1, gamma, 2.0 * gamma, 16.0) for gamma, *_ in rounds]

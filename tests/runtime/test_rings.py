@@ -165,7 +165,7 @@ class Wavering:
     def __init__(self, dice: np.random.Generator, gamma: int):
         self.dice, self.gamma, self.now = dice, gamma, gamma
 
-    def next(self, batch: int) -> int:
+    def next(self) -> int:
         if self.dice.random() < 0.3:
             self.now = int(self.dice.choice([0, 0, self.gamma, self.dice.integers(self.gamma + 1)]))
         return self.now

@@ -25,18 +25,21 @@ Acceptance = Sequence[bool] | Callable[[int], int]
 
 @dataclass
 class Machine:
-    """The costs of rounds, in plain steps. cost: c, of a draft step. growth: extra cost of a
-    verification per draft token; or table: its cost by gamma. noise: relative noise of a timing.
-    outliers: fraction of rounds that take 50 times as long. reading: cost per token that the draft
-    catches up with, besides the c of the call. cold: relative slowdown of the first round with
-    drafts after rounds without, decreasing over the three rounds after it. rise: relative increase
-    of all times over the first hundred tokens of a sequence."""
+    """The costs of rounds, in plain steps. cost: c, of a draft step. first: what the first one of a
+    round costs more. growth: extra cost of a verification per draft token; or table: its cost by
+    gamma. noise: relative noise of a timing. outliers: fraction of rounds that take 50 times as
+    long. busy: how often other processes interrupt a plain step, for one and a half. reading: cost
+    per token that the draft catches up with, besides the c of the call. cold: relative slowdown of
+    the first round with drafts after rounds without, decreasing over the three rounds after it.
+    rise: relative increase of all times over the first hundred tokens of a sequence."""
 
     cost: float
     growth: float = 0.0
+    first: float = 0.0
     table: Sequence[float] = ()
     noise: float = 0.05
     outliers: float = 0.0
+    busy: float = 0.0
     reading: float = 0.0
     cold: float = 0.0
     rise: float = 0.0
@@ -47,14 +50,16 @@ class Machine:
 
     def parts(self, gamma: int) -> tuple[float, float]:
         """Mean costs of a round: drafts, and the rest."""
-        return gamma * self.cost, self.table[gamma] if self.table else 1 + gamma * self.growth
+        drafts = gamma * self.cost + (self.first if gamma else 0)
+        return drafts, self.table[gamma] if self.table else 1 + gamma * self.growth
 
     def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
         """Seconds of the two parts, as a clock would measure them."""
         slow *= STEP * (50 if self.rng.random() < self.outliers else 1)
         noise = (self.noise * self.rng.standard_normal(2).clip(-3, 3)).tolist()
-        draft, rest = self.parts(gamma)
-        return slow * draft * (1 + noise[0]), slow * rest * (1 + noise[1])
+        draft, rest = (part * (1 + x) for part, x in zip(self.parts(gamma), noise, strict=True))
+        rest += 1.5 * self.rng.poisson(self.busy * (draft + rest)) if self.busy else 0
+        return slow * draft, slow * rest
 
 
 @dataclass
@@ -84,30 +89,46 @@ def simulate(
 ) -> Run:  # fmt: skip
     """Simulate one sequence. known: the costs that the policy uses, updated with each timing; None
     if it uses none."""
-    run, behind, stay = Run(), 0, 0
-    while run.tokens < tokens:
-        gamma = min(chooser.next(1), tokens - run.tokens - 1)
-        if callable(acceptance):
-            accepted = acceptance(gamma)
-        else:
-            accepted = [*acceptance[run.tokens : run.tokens + gamma], False].index(False)
-        level = 1 + machine.rise * min(1.0, run.tokens / 100)
-        slow = level * (1 + machine.cold * max(0, COLD - stay) / COLD if gamma else 1)
-        reading = machine.cost + behind * machine.reading if gamma and behind else 0.0
-        chooser.observe(gamma, min(gamma, accepted + 1), accepted)
+    return simulate_together([chooser], known, machine, [acceptance], tokens)[0]
+
+
+def simulate_together(
+    choosers: Sequence[policy.Policy], known: Costs | None, machine: Machine,
+    acceptances: Sequence[Acceptance], tokens: int,
+) -> list[Run]:  # fmt: skip
+    """Simulate sequences that begin together, and leave when they have their tokens."""
+    runs, behind, stay = [Run() for _ in choosers], [0] * len(choosers), 0
+    while active := [i for i, run in enumerate(runs) if run.tokens < tokens]:
+        policy.choose_together([choosers[i] for i in active], len(active))
+        drafted, emitted = {}, {}
+        for i in active:
+            drafted[i] = gamma = min(choosers[i].next(), tokens - runs[i].tokens - 1)
+            at, acceptance = runs[i].tokens, acceptances[i]
+            if callable(acceptance):
+                accepted = acceptance(gamma)
+            else:
+                accepted = [*acceptance[at : at + gamma], False].index(False)
+            choosers[i].observe(gamma, min(gamma, accepted + 1), accepted)
+            emitted[i] = accepted + 1
+        steps, unread = max(drafted.values()), [behind[i] for i in active if drafted[i]]
+        level = 1 + machine.rise * min(1.0, max(runs[i].tokens for i in active) / 100)
+        slow = level * (1 + machine.cold * max(0, COLD - stay) / COLD if steps else 1)
+        reading = sum(machine.cost + n * machine.reading for n in unread if n)
         if known:
-            known.observe(1, gamma, *machine.timings(gamma, slow))
+            known.observe(len(active), steps, *machine.timings(steps, slow))
             if reading:
-                known.observe_catch_up(1, behind, STEP * level * reading)
-        stay, behind = (stay + 1, 0) if gamma else (0, behind + 1)
-        run.at.append(run.tokens)
-        run.gammas.append(gamma)
-        run.tokens += accepted + 1
-        run.time += slow * sum(machine.parts(gamma)) + level * reading
-        run.plain += level * (accepted + 1)
-        promise = policy.LOSS_ALLOWANCE + policy.LOSS_RATE * run.tokens
-        run.loss = max(run.loss, run.time - run.plain - promise)
-    return run
+                known.observe_catch_up(len(active), sum(unread), STEP * level * reading)
+        stay = stay + 1 if steps else 0
+        for i in active:
+            run, behind[i] = runs[i], 0 if drafted[i] else behind[i] + 1
+            run.at.append(run.tokens)
+            run.gammas.append(drafted[i])
+            run.tokens += emitted[i]
+            run.time += slow * sum(machine.parts(steps)) + level * reading
+            run.plain += level * emitted[i]
+            promise = policy.LOSS_ALLOWANCE + policy.LOSS_RATE * run.tokens
+            run.loss = max(run.loss, run.time - run.plain - promise)
+    return runs
 
 
 def speeds(
@@ -117,10 +138,11 @@ def speeds(
     """Speed-ups over plain decoding, by workload and for "all", whose sequences take turns on one
     machine. Each workload has its own settings."""
     known, machine = Costs(MAX_GAMMA), replace(machine)
+    shared = policy.SharedGamma(known)
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     for texts in zip(*loads.values(), strict=True):
         for name, acceptance in zip(loads, texts, strict=True):
-            chooser = policy.make_policy(gamma, known, MAX_GAMMA, fallback=fallback, settings=name)
+            chooser = policy.make_policy(gamma, shared, fallback=fallback, settings=name)
             observed = known if fallback or gamma == "auto" else None
             runs[name].append(simulate(chooser, observed, machine, acceptance, tokens))
     groups = {**runs, "all": [run for some in runs.values() for run in some]}
