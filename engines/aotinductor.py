@@ -24,14 +24,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from runtime.files.errors import OutriderError, first_line, importing
-from runtime.files.manifest import (
-    ENCODER_DECODERS,
-    ENCODER_PACKAGE_FILE,
-    PACKAGE_FILE,
-    EngineFacts,
-    Format,
-    GraphFacts,
-)
+from runtime.files.graphs import Format, GraphFacts
+from runtime.files.manifest import ENCODER_DECODERS, ENCODER_PACKAGE_FILE, PACKAGE_FILE, EngineFacts
 from runtime.files.progress import stage
 from runtime.files.torch_files import (
     JOINED,

@@ -13,22 +13,18 @@ from typing import get_args
 from runtime.files import records
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import finalize_file, place_file, replacing, write_folder
+from runtime.files.graphs import EXPORT_REMEDY, Pair, Weights, file_facts, read_pair, verify_files
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
-    EXPORT_REMEDY,
     FIRST_ROWS,
     MANIFEST_FILE,
     RECURRENT_STATES,
     EngineFacts,
     Invariance,
     Manifest,
-    Pair,
-    Weights,
-    file_facts,
+    copied_files,
     read_bundle,
-    read_pair,
-    verify_files,
 )
 from runtime.files.progress import note, size_text, stage
 
@@ -88,7 +84,7 @@ def build(
         versions=builder.versions(),
         slots=slots,
         pair=pair,
-        files=pair.copied_files(engines),
+        files=copied_files(pair, engines),
         engines=engines,
     )
     existing = None if force else _read_if_intact(out)
@@ -247,7 +243,7 @@ def memory_plan(
     and the logits of a round. targets: what it is built for. rows: cache rows per slot; None for
     the full capacity."""
     plan = dict.fromkeys((role for role, _ in pair.models()), 0)
-    for name, file in pair.copied_files(None).items():
+    for name, file in copied_files(pair, None).items():
         role = name.partition("/")[0]
         if role in plan:
             plan[role] += file.size

@@ -10,7 +10,8 @@ from typing import get_args
 
 from runtime.files.errors import CommandParser, OutriderError
 from runtime.files.folders import check_writable
-from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, Cache, read_bundle, read_pair
+from runtime.files.graphs import Cache, read_pair
+from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, read_bundle
 from runtime.files.progress import size_text
 
 from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, supported_features

@@ -11,17 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, convert_errors, importing
+from runtime.files.graphs import ENCODER_FILE, GRAPH_FILE, HOST_FILE, Format, GraphFacts
 from runtime.files.library import add_operators
-from runtime.files.manifest import (
-    ENCODER_DECODERS,
-    ENCODER_FILE,
-    GRAPH_FILE,
-    HOST_FILE,
-    RECURRENT_STATES,
-    EngineFacts,
-    Format,
-    GraphFacts,
-)
+from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES, EngineFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 # liboutrider multiplies quantised weights, in float32.

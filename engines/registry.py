@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import EngineFacts, Format, GraphFacts
+from runtime.files.graphs import Format, GraphFacts
+from runtime.files.manifest import EngineFacts
 
 BACKENDS = {  # modules, imported on demand
     "onnxruntime": "onnxruntime",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from runtime.files.errors import CommandParser, defer_interrupts, positive_int, run_command
-from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES, Cache, Dtype, Format, Weights
+from runtime.files.graphs import Cache, Dtype, Format, Weights
+from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the

@@ -23,7 +23,7 @@ from transformers import (
 
 from runtime.files.errors import OutriderError, convert_errors, first_line, refuse_first
 from runtime.files.generation import FeatureFacts
-from runtime.files.manifest import file_facts
+from runtime.files.graphs import file_facts
 from runtime.files.progress import note
 
 from .audio import features

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, convert_errors
 from runtime.files.generation import FeatureFacts
+from runtime.files.graphs import ENCODER_FILE, GRAPH_FILE, Cache, Dtype
 from runtime.files.library import add_operators
-from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE, ORT_LEFT_OUT, Cache, Dtype
+from runtime.files.manifest import ORT_LEFT_OUT
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 from .encoder import STATES, arguments, encoder_states

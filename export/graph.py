@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
+from runtime.files.graphs import ENCODER_FILE, GRAPH_FILE
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example

@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import refuse_foreign, symlink_or_copy, write_folder
 from runtime.files.generation import FeatureFacts
-from runtime.files.manifest import (
-    ENCODER_DECODERS,
+from runtime.files.graphs import (
     GAMMA_LIMIT,
     PAIR_FILE,
-    RECURRENT_STATES,
     Cache,
     Dtype,
     Format,
@@ -28,6 +26,7 @@ from runtime.files.manifest import (
     Weights,
     slot_rows,
 )
+from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
 from runtime.files.texts import read_text

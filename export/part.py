@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from runtime.files import torch_files
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
-from runtime.files.library import find_library
-from runtime.files.manifest import (
+from runtime.files.graphs import (
     HOST_FILE,
     PART_FILE,
     Cache,
@@ -35,6 +34,7 @@ from runtime.files.manifest import (
     file_facts,
     verify_files,
 )
+from runtime.files.library import find_library
 from runtime.files.progress import note, stage
 from runtime.files.records import digest_json, read_json, write_json
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from runtime.files.errors import OutriderError, convert_errors, first_line
 from runtime.files.generation import AudioFacts, TextRules
-from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
+from runtime.files.graphs import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
 from runtime.files.records import build, digest_json
 
 from .audio import tokens

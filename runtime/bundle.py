@@ -15,16 +15,9 @@ from .backends.bits import Bits, promised_bits
 from .backends.registry import host_engine
 from .decoder import Decoder
 from .files.errors import INTEGER, PATH, OutriderError, check_value, refuse_first
+from .files.graphs import TEMPLATE_FILE, TOKENIZER_FILE
 from .files.machine import host_memory
-from .files.manifest import (
-    FIRST_ROWS,
-    MANIFEST_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    Manifest,
-    read_bundle,
-    verify_hashes,
-)
+from .files.manifest import FIRST_ROWS, MANIFEST_FILE, Manifest, read_bundle, verify_hashes
 from .files.progress import size_text
 from .files.records import convert_read_errors
 from .sequence import Rounds

@@ -20,7 +20,8 @@ from cuda_standin import FakeDriver, make_device
 from device_standin import FakeDeviceEngine
 from fakes import FakeEngine, random_model
 
-from runtime.files.manifest import GraphFacts, Manifest
+from runtime.files.graphs import GraphFacts
+from runtime.files.manifest import Manifest
 from runtime.gpu import opening
 from runtime.gpu.launch import Device
 

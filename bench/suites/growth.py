@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.files.manifest import TOKENIZER_FILE
+from runtime.files.graphs import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
 from ..core import machine

@@ -23,7 +23,8 @@ from typing import Any
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import replacing
-from runtime.files.manifest import CHUNK, GRAPH_FILE, EngineFacts, GraphFacts, Profile
+from runtime.files.graphs import GRAPH_FILE, GraphFacts
+from runtime.files.manifest import CHUNK, EngineFacts, Profile
 from runtime.files.progress import Stage, stage
 
 from ..keys import engine_key

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import OutriderError, importing
-from runtime.files.manifest import EngineFacts, Format, GraphFacts
+from runtime.files.graphs import Format, GraphFacts
+from runtime.files.manifest import EngineFacts
 
 from ..gpus import present_gpus
 from . import builder

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runtime.files.errors import CommandParser, OutriderError, first_line, refuse_first, run_command
-from runtime.files.manifest import GRAPH_FILE
+from runtime.files.graphs import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 
 DESCRIPTION = """\

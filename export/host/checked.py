@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import HOST_FILE, Cache
+from runtime.files.graphs import HOST_FILE, Cache
 
 from .. import compare
 from . import lowering

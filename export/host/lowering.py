@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
-from runtime.files.manifest import (
+from runtime.files.graphs import (
     ENCODER_FILE,
     GRAPH_FILE,
     HOST_FILE,

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.errors import first_line
-from runtime.files.manifest import GRAPH_FILE
+from runtime.files.graphs import GRAPH_FILE
 
 from .attention import Layer, NotLowered, SourceLayer, size
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts
-from runtime.files.manifest import Quality, Weights
+from runtime.files.graphs import Quality, Weights
 
 from ..encoder import source_arguments
 from ..loading import first_token, logits_width

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import Dtype, Quality, Weights
+from runtime.files.graphs import Dtype, Quality, Weights
 from runtime.files.progress import note, stage
 
 from .. import compare

@@ -15,14 +15,8 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 
 from ..files.errors import OutriderError, convert_errors, importing
-from ..files.manifest import (
-    ENCODER_PACKAGE_FILE,
-    PACKAGE_FILE,
-    Dtype,
-    EngineFacts,
-    GraphFacts,
-    Manifest,
-)
+from ..files.graphs import Dtype, GraphFacts
+from ..files.manifest import ENCODER_PACKAGE_FILE, PACKAGE_FILE, EngineFacts, Manifest
 from ..files.torch_files import JOINED, cpu_targets, find_holes, program_files, read_tensors
 from .cuda import Cuda
 from .device import DeviceCall, PreparedEngine

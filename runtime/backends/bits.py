@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..files.graphs import HOST_FILE, GraphFacts
 from ..files.machine import processor
-from ..files.manifest import HOST_FILE, CallBits, GraphFacts, Manifest
+from ..files.manifest import CallBits, Manifest
 from ..sampling import kernel
 
 MAX_STEP_WIDTH = 2  # tokens of a plain step's call, at most; wider calls would cost too much

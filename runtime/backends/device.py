@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import CHUNK, Dtype, EngineFacts, GraphFacts
+from ..files.graphs import Dtype, GraphFacts
+from ..files.manifest import CHUNK, EngineFacts
 from .cuda import Cuda
 from .engine import CachedRows, Ids, Logits, Source, cache_shapes
 

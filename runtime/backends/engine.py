@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.manifest import SCALE_BYTES, GraphFacts, StateFacts
+from ..files.graphs import SCALE_BYTES, GraphFacts, StateFacts
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]

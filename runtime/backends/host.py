@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, is_out_of_memory
-from ..files.manifest import CHUNK, FIRST_ROWS, GAMMA_LIMIT, GraphFacts, Manifest
+from ..files.graphs import GAMMA_LIMIT, GraphFacts
+from ..files.manifest import CHUNK, FIRST_ROWS, Manifest
 from .engine import (
     CachedRows,
     Features,

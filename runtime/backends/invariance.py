@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import CommandParser, OutriderError, run_command
+from ..files.graphs import Pair
 from ..files.machine import processor
-from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, Pair, read_bundle
+from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, read_bundle
 from .bits import runs_measured_graph
 from .engine import Features, Ids, Source
 from .host import HostEngine

@@ -15,15 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, importing, is_out_of_memory
+from ..files.graphs import ENCODER_FILE, GRAPH_FILE, HOST_FILE, GraphFacts
 from ..files.library import add_operators
-from ..files.manifest import (
-    ENCODER_FILE,
-    GRAPH_FILE,
-    HOST_FILE,
-    ORT_LEFT_OUT,
-    EngineFacts,
-    GraphFacts,
-)
+from ..files.manifest import ORT_LEFT_OUT, EngineFacts
 from ..sampling import kernel
 from .cuda import CaptureError
 from .device import DeviceCall, PreparedEngine, Tensor

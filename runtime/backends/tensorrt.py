@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files.errors import OutriderError, importing
-from ..files.manifest import EngineFacts, GraphFacts
+from ..files.graphs import GraphFacts
+from ..files.manifest import EngineFacts
 from .cuda import CaptureError
 from .device import DeviceCall, DeviceEngine
 from .engine import cache_shapes

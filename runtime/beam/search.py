@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import INTEGER, NUMBER, check_value
-from ..files.manifest import GAMMA_LIMIT
+from ..files.graphs import GAMMA_LIMIT
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row_error, forbid_ids

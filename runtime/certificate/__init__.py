@@ -48,7 +48,7 @@ import numpy as np
 
 from ..backends.engine import source_ids
 from ..calls import encode_source
-from ..files.manifest import Dtype
+from ..files.graphs import Dtype
 from ..sequence import Request
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt

@@ -21,16 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import OutriderError
-from .manifest import (
+from .graphs import (
     ENCODER_FILE,
     GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     KINDS,
-    MANIFEST_FILE,
     PAIR_FILE,
     PART_FILE,
 )
+from .manifest import MANIFEST_FILE
 from .torch_files import ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 # The top-level names in our folders; anything else belongs to somebody else.

@@ -7,7 +7,8 @@ from pathlib import Path
 from ..backends.device import LOGIT_BYTES, DeviceEngine
 from ..backends.registry import device_engine
 from ..files.errors import OutriderError
-from ..files.manifest import GraphFacts, Manifest
+from ..files.graphs import GraphFacts
+from ..files.manifest import Manifest
 from ..files.progress import size_text
 from ..sampling import kernel
 from .launch import Device

@@ -16,7 +16,7 @@ from ..decoder import Decoder
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError, refuse_first
 from ..files.generation import FeatureFacts, TextRules
-from ..files.manifest import Pair
+from ..files.graphs import Pair
 from ..policy import Policy, make_policy
 from ..sampling.processors import (
     BadWords,

@@ -26,7 +26,8 @@ from workshop import Workshop
 from engines.bundle import build
 from runtime import load
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import PACKAGE_FILE, read_bundle, read_pair
+from runtime.files.graphs import read_pair
+from runtime.files.manifest import PACKAGE_FILE, read_bundle
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, read_tensors
 
 

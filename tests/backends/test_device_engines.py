@@ -34,7 +34,8 @@ from runtime.backends.onnxruntime import OrtCudaEngine, unavailable_reason
 from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GRAPH_FILE, PACKAGE_FILE, read_bundle
+from runtime.files.graphs import GRAPH_FILE
+from runtime.files.manifest import PACKAGE_FILE, read_bundle
 from runtime.files.torch_files import WEIGHTS_FILE, find_holes, read_tensors
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams

@@ -28,7 +28,8 @@ from engines.bundle import build
 from export.program import save
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
-from runtime.files.manifest import PACKAGE_FILE, EngineFacts, read_pair
+from runtime.files.graphs import read_pair
+from runtime.files.manifest import PACKAGE_FILE, EngineFacts
 from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
 
 Machine = Callable[[tuple[int, int] | None], None]

@@ -15,8 +15,9 @@ import engines.__main__
 from engines import bundle as bundles
 from engines.bundle import memory_plan
 from runtime.files.errors import EXIT_STATUS
+from runtime.files.graphs import PAIR_FILE, read_pair
 from runtime.files.machine import host_memory
-from runtime.files.manifest import FIRST_ROWS, MAX_SLOTS, PAIR_FILE, read_pair
+from runtime.files.manifest import FIRST_ROWS, MAX_SLOTS
 from runtime.files.records import write_json
 
 

@@ -26,14 +26,8 @@ from engines import gpus
 from engines.bundle import build, engine_plan, memory_plan
 from engines.tensorrt import builder, rtx
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import (
-    MANIFEST_FILE,
-    PAIR_FILE,
-    GraphFacts,
-    Manifest,
-    read_bundle,
-    read_pair,
-)
+from runtime.files.graphs import PAIR_FILE, GraphFacts, read_pair
+from runtime.files.manifest import MANIFEST_FILE, Manifest, read_bundle
 from runtime.files.records import write_json
 
 

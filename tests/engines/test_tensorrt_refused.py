@@ -25,7 +25,8 @@ from bench.suites.gpu import suite as gpu_check
 from engines.tensorrt import builder
 from runtime import generate
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import PAIR_FILE, file_facts, read_bundle, read_pair
+from runtime.files.graphs import PAIR_FILE, file_facts, read_pair
+from runtime.files.manifest import read_bundle
 from runtime.files.records import write_json
 
 # Refused by the library

@@ -17,7 +17,7 @@ from workshop import CAPACITY, MAX_LEN, Workshop, traced_once
 
 from export import checkpoint, compare, graph, loading, part
 from export.pair import export as export_pair
-from runtime.files.manifest import HOST_FILE, Cache
+from runtime.files.graphs import HOST_FILE, Cache
 from runtime.files.torch_files import WEIGHTS_FILE
 
 

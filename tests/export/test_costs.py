@@ -25,7 +25,8 @@ from export.weights.quantising import Quantising
 from export.weights.whole import minimum_bits, quantise_model
 from runtime.bundle import load
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import HOST_FILE, read_bundle
+from runtime.files.graphs import HOST_FILE
+from runtime.files.manifest import read_bundle
 
 
 @pytest.fixture(scope="module")

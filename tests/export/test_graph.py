@@ -30,7 +30,7 @@ from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
+from runtime.files.graphs import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
 

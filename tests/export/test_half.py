@@ -20,7 +20,7 @@ from export.pair import export as export_pair
 from runtime import load
 from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import read_pair
+from runtime.files.graphs import read_pair
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from export.host.observing import BIAS_PADDING
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
+from runtime.files.graphs import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.sampling import kernel
 
 CAPACITY = MAX_LEN + 16  # minimum number of rows per slot

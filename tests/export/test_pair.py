@@ -23,7 +23,7 @@ from engines.bundle import build
 from export import checkpoint, loading, part, vocabulary
 from export.pair import export as export_pair
 from runtime import load
-from runtime.files.manifest import GRAPH_FILE, PART_FILE, Pair, read_pair
+from runtime.files.graphs import GRAPH_FILE, PART_FILE, Pair, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
 

@@ -34,16 +34,9 @@ from export.weights.whole import quantise_model
 from runtime.bundle import load
 from runtime.certificate import check
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import (
-    ENCODER_FILE,
-    ENCODER_WEIGHTS_FILE,
-    GRAPH_FILE,
-    HOST_FILE,
-    HOST_WEIGHTS_FILE,
-    read_bundle,
-    read_pair,
-)
-from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.files.graphs import ENCODER_FILE, GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, read_pair
+from runtime.files.manifest import read_bundle
+from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 from runtime.sampling import kernel
 from runtime.text.options import Options
 

@@ -23,7 +23,7 @@ from export.functions import sampling as sampling_functions
 from export.functions import verify as sampling_node
 from export.functions.__main__ import main
 from export.graph import OPSET
-from runtime.files.manifest import GRAPH_FILE
+from runtime.files.graphs import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams

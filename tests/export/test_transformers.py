@@ -29,7 +29,7 @@ from workshop import MAX_LEN, Workshop, traced_once
 
 from export.pair import export as export_pair
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import HOST_FILE
+from runtime.files.graphs import HOST_FILE
 
 GAMMAS = (0, 1, 2, 4, 8)
 

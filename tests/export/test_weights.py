@@ -40,7 +40,7 @@ from export.weights.quantising import Quantising
 from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import Format, Weights
+from runtime.files.graphs import Format, Weights
 
 Matrix = npt.NDArray[np.float32]
 

@@ -19,19 +19,22 @@ from runtime.backends.bits import promised_bits
 from runtime.bundle import choose_device, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.generation import AudioFacts, FeatureFacts, TextRules
+from runtime.files.graphs import (
+    EncoderFacts,
+    FileFacts,
+    GraphFacts,
+    Pair,
+    TokenizerFacts,
+    file_facts,
+)
 from runtime.files.manifest import (
     MANIFEST_FILE,
     CallBits,
-    EncoderFacts,
     EngineFacts,
-    FileFacts,
-    GraphFacts,
     Invariance,
     Manifest,
-    Pair,
     Profile,
-    TokenizerFacts,
-    file_facts,
+    copied_files,
     read_bundle,
 )
 from runtime.files.records import write_json
@@ -95,7 +98,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     engine = EngineFacts("1", "engine.rtx", ["sm89"], [profile], beside)
     engines = {"target": engine, "draft": engine}
     made = {role: files(role, "engine.rtx")["engine.rtx"] for role in engines}
-    listed = pair.copied_files(engines if compiled else None)
+    listed = copied_files(pair, engines if compiled else None)
     if compiled:
         listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
     calls = CallBits([2, 3], [1], True, True, False)

@@ -17,14 +17,8 @@ from runtime.backends.device import DeviceEngine
 from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import (
-    HOST_WEIGHTS_FILE,
-    EngineFacts,
-    Manifest,
-    Profile,
-    StateFacts,
-    read_bundle,
-)
+from runtime.files.graphs import HOST_WEIGHTS_FILE, StateFacts
+from runtime.files.manifest import EngineFacts, Manifest, Profile, read_bundle
 from runtime.gpu import opening as gpu
 from runtime.sampling import kernel
 

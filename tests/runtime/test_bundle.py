@@ -27,7 +27,8 @@ from export.pair import export as export_pair
 from runtime import Options, beam_texts, generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
-from runtime.files.manifest import MANIFEST_FILE, PAIR_FILE, file_facts, read_bundle, read_pair
+from runtime.files.graphs import PAIR_FILE, file_facts, read_pair
+from runtime.files.manifest import MANIFEST_FILE, read_bundle
 from runtime.files.records import SCHEMA, write_json
 from runtime.round import HostRounds
 

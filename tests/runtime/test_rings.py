@@ -18,7 +18,7 @@ from rounds import broken
 from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import StateFacts
+from runtime.files.graphs import StateFacts
 from runtime.round import HostRounds
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, SlotSampling

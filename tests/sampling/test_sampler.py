@@ -15,7 +15,7 @@ from rounds import broken, ids, make_decoder, run
 
 from runtime import load
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GAMMA_LIMIT
+from runtime.files.graphs import GAMMA_LIMIT
 from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.reference import NumpySampler

@@ -25,8 +25,8 @@ from toy_model import compile_standins, make_bundle
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import find_compiler
+from runtime.files.graphs import StateFacts
 from runtime.files.library import find_library
-from runtime.files.manifest import StateFacts
 from runtime.files.records import write_json
 
 HERE = Path(__file__).parent

@@ -23,8 +23,9 @@ from runtime import load
 from runtime.cmake import folder, onnxruntime
 from runtime.files.errors import OutriderError
 from runtime.files.generation import TextRules
+from runtime.files.graphs import EncoderFacts, StateFacts
 from runtime.files.library import find_library
-from runtime.files.manifest import EncoderFacts, Manifest, StateFacts, read_bundle
+from runtime.files.manifest import Manifest, read_bundle
 from runtime.files.records import write_json
 from runtime.sampling.kernel import ABI_VERSION
 

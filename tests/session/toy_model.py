@@ -21,8 +21,9 @@ from plugins.tools import build_tensorrt
 from plugins.tools.build import FLAGS, WARNINGS, find_compiler
 from runtime.backends.engine import Logits
 from runtime.decoder import Decoder
+from runtime.files.graphs import file_facts
 from runtime.files.library import find_library
-from runtime.files.manifest import CHUNK, EngineFacts, Manifest, Profile, file_facts
+from runtime.files.manifest import CHUNK, EngineFacts, Manifest, Profile
 from runtime.files.records import write_json
 from runtime.round import HostRounds
 from runtime.sampling.native import RoundSampler

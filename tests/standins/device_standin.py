@@ -14,7 +14,7 @@ from fakes import FakeEngine, IdleFake, Model, graph_facts
 from runtime.backends.cuda import Cuda
 from runtime.backends.device import DeviceCall, DeviceEngine
 from runtime.backends.engine import Ids
-from runtime.files.manifest import Dtype, GraphFacts
+from runtime.files.graphs import Dtype, GraphFacts
 from runtime.gpu.rounds import DeviceRounds
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import export.__main__
 import export.graph
-from runtime.files.manifest import GRAPH_FILE
+from runtime.files.graphs import GRAPH_FILE
 
 Refused = Callable[..., str]  # the fixture of tests/export
 LAYERS = 2

@@ -19,7 +19,8 @@ from tokenizers import decoders, models
 
 from runtime.backends.engine import CachedRows, Engine, Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import MANIFEST_FILE, Dtype, GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.files.graphs import Dtype, GraphFacts, Pair, TokenizerFacts
+from runtime.files.manifest import MANIFEST_FILE, Manifest
 from runtime.files.records import digest_json
 from runtime.round import HostRounds
 from runtime.sampling.reference import NumpySampler

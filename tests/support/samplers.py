@@ -20,7 +20,7 @@ from on_gpu import OnGpu, open_gpu
 
 from plugins.tools.build import BuildError, build
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GAMMA_LIMIT
+from runtime.files.graphs import GAMMA_LIMIT
 from runtime.sampling import kernel, native
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose

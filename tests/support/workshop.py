@@ -38,7 +38,7 @@ from export import part
 from export.decoder import Decoder, Example
 from export.encoder import Encoder
 from export.pair import export as export_pair
-from runtime.files.manifest import GraphFacts
+from runtime.files.graphs import GraphFacts
 from runtime.files.records import digest_json
 
 MAX_LEN, MAX_GAMMA = 128, 8  # of bundles, unless a test overrides them

@@ -32,13 +32,8 @@ from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign
 from runtime.files.generation import TextRules
-from runtime.files.manifest import (
-    ENCODER_FILE,
-    ENCODER_PACKAGE_FILE,
-    PACKAGE_FILE,
-    PART_FILE,
-    read_bundle,
-)
+from runtime.files.graphs import ENCODER_FILE, PART_FILE
+from runtime.files.manifest import ENCODER_PACKAGE_FILE, PACKAGE_FILE, read_bundle
 from runtime.files.torch_files import (
     ENCODER_PROGRAM_FILE,
     ENCODER_WEIGHTS_FILE,

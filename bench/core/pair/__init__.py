@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, refuse_first
-from runtime.files.manifest import TOKENIZER_FILE
+from runtime.files.graphs import TOKENIZER_FILE
 
 from ..cache import cached_folder, run_module
 from ..machine import CHECKOUT

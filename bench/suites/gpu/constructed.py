@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime import TextEngine, load
-from runtime.files.manifest import Dtype
+from runtime.files.graphs import Dtype
 
 from ...core.pair import DRAFT, TARGET, Shape
 

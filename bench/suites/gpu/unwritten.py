@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import OutriderError, print_tracebacks
-from runtime.files.manifest import (
-    MANIFEST_FILE,
+from runtime.files.graphs import (
     TOKENIZER_FILE,
-    EngineFacts,
     FileFacts,
     GraphFacts,
-    Manifest,
     Pair,
     TokenizerFacts,
     file_facts,
     slot_rows,
 )
+from runtime.files.manifest import MANIFEST_FILE, EngineFacts, Manifest, copied_files
 from runtime.files.records import write_json
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE
 
@@ -63,7 +61,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
         vocab_size=pair.target.vocab_size, max_len=pair.length, max_gamma=MAX_GAMMA,
         capacity=capacity,
     )  # fmt: skip
-    files = pair_facts.copied_files(engines) | {
+    files = copied_files(pair_facts, engines) | {
         f"{role}/{engine.file}": file_facts(bundle / role / engine.file)
         for role, engine in engines.items()
     }

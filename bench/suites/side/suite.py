@@ -21,7 +21,7 @@ from typing import Any
 
 from models.corpus import collect
 from runtime.files.errors import OutriderError, refuse_first
-from runtime.files.manifest import TOKENIZER_FILE
+from runtime.files.graphs import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
 from ...core import machine, pair

@@ -24,7 +24,7 @@ from export.loading import load
 from export.vocabulary import load_tokenizer
 from export.weights.layers import Table
 from export.weights.stored import load_as_stored
-from runtime.files.manifest import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
+from runtime.files.graphs import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
 from runtime.files.records import read_json
 
 
