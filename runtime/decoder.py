@@ -7,15 +7,15 @@ This module is independent of tokenizers, files and backends: it takes an object
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from .backends.engine import Logits, source_ids
 from .checks import Limits, check_request
-from .costs import Costs
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
-from .policy import SharedGamma, choose_together
+from .gamma.costs import Costs
+from .gamma.measured import SharedGamma
+from .gamma.policy import choose_together
 from .sampling.softmax import largest, log_softmax
 from .sequence import (
     ActiveSequence,
@@ -54,8 +54,7 @@ class Decoder:
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.context = context
-        # Used by policies; separate for each draft, because a lookup costs less than a model.
-        self.gammas: dict[str, SharedGamma] = defaultdict(lambda: SharedGamma(Costs(max_gamma)))
+        self._gammas: dict[str, SharedGamma] = {}
 
     # Joining and leaving
 
@@ -100,6 +99,13 @@ class Decoder:
         finally:
             self.slots.release(sequence.slot)
 
+    def shared_gamma(self, draft: str) -> SharedGamma:
+        """What policies share; for each draft, because a lookup costs less than a model."""
+        if draft not in self._gammas:
+            made = SharedGamma(Costs(self.max_gamma), KINDS[draft].reads_model)
+            self._gammas.setdefault(draft, made)  # another thread may have been first
+        return self._gammas[draft]
+
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> None:
@@ -109,7 +115,7 @@ class Decoder:
         must be released. The others are not affected.
         """
         begin = time.perf_counter()
-        choose_together((sequence.request.policy for sequence in batch), len(batch))
+        self._choose_gammas([sequence.request for sequence in batch])
         plans = [self._plan(sequence) for sequence in batch]
         planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
@@ -133,6 +139,14 @@ class Decoder:
             # Not wall time since the start, which would include a slow reader of the stream.
             stats.elapsed += end - begin
 
+    @staticmethod
+    def _choose_gammas(requests: Sequence[Request]) -> None:
+        for draft in {request.draft for request in requests}:
+            same = [request for request in requests if request.draft == draft]
+            policies = [request.policy for request in same if request.policy is not None]
+            fixed = max((request.gamma for request in same if request.policy is None), default=0)
+            choose_together(policies, len(requests), fixed)
+
     def _plan(self, sequence: ActiveSequence) -> SlotPlan:
         request = sequence.request
         gamma = request.gamma if request.policy is None else request.policy.next()
@@ -150,18 +164,24 @@ class Decoder:
         unread: tokens that the draft had to read first. seconds: the round without the choice of
         gamma, which only some rounds make: it would make rarely used gammas look expensive.
         """
-        requests = [plan.sequence.request for plan in plans]
-        kinds = {request.draft for request in requests if request.gamma}
-        if not any(request.policy for request in requests) or len(kinds) != 1:
-            return  # with several kinds of draft, the cost of each is unknown
         if any(part.error for part in result.parts):
             return  # the sequences were run again one by one
-        costs, catch_up_seconds = self.gammas[kinds.pop()].costs, result.time_draft_prefill
-        steps = max(len(part.drafts) for part in result.parts)
-        rest = seconds - result.time_draft - catch_up_seconds
-        costs.observe(len(plans), steps, result.time_draft, rest)
-        if catch_up_seconds and unread:
-            costs.observe_catch_up(len(plans), unread, catch_up_seconds)
+        requests = [plan.sequence.request for plan in plans]
+        if all(request.policy is None for request in requests):
+            return
+        steps: dict[str, int] = {}
+        for request, part in zip(requests, result.parts, strict=True):
+            if request.gamma:
+                steps[request.draft] = max(steps.get(request.draft, 0), len(part.drafts))
+        models = [draft for draft in steps if KINDS[draft].reads_model]
+        rest = seconds - result.time_draft - result.time_draft_prefill
+        for draft, count in steps.items():
+            costs = self.shared_gamma(draft).costs
+            # Beside a model, the other kinds take hardly any time.
+            spent = result.time_draft if draft in models or not models else 0.0
+            costs.observe(len(plans), count, spent, rest)
+            if draft in models and result.time_draft_prefill and unread:
+                costs.observe_catch_up(len(plans), unread, result.time_draft_prefill)
 
     def _tokens_left(self, sequence: ActiveSequence) -> int:
         """How many more tokens the text can have."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from .backends.engine import Engine, Logits, Source, source_ids
 from .files.errors import OutriderError
-from .policy import Policy
+from .gamma.measured import Policy
 from .sampling.processors import LogitsProcessor
 from .sampling.rules import Verdict
 from .sampling.warp import SamplingParams

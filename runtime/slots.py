@@ -44,10 +44,10 @@ class Slot:
         """
         before = len(self.tokens)
         accepted = len(tokens) - 1
-        self.tokens.extend(tokens)
         self.target_len = before + accepted
         if gamma:
             self.draft_len = before + min(accepted, gamma - 1)
+        self.tokens.extend(tokens)  # last: a text without them shows that there was an interrupt
 
     def roll_back(self, length: int) -> None:
         """Keep the first `length` tokens; the last of them becomes pending again."""

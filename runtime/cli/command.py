@@ -13,10 +13,10 @@ from ..audio.recording import check_file
 from ..beam.text import SLOTS_PER_BEAM, beam_texts, resolve_gamma
 from ..bundle import load
 from ..certificate import check
-from ..costs import RoundCosts
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..files.progress import stage
+from ..gamma.costs import RoundCosts
 from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
@@ -141,8 +141,7 @@ def _costs(
     stats = result.stats
     if plain is not None and plain.stats.rounds and stats.drafted:
         return summarise({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
-    known = engine.decoder.gammas.get(draft)
-    return known.costs.rounds_if_timed(1) if known else None
+    return engine.decoder.shared_gamma(draft).costs.rounds_if_timed(1)
 
 
 def _generate_text(session: Session, prompt: Prompt | None) -> Result:

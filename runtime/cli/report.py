@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
-from ..costs import RoundCosts
+from ..gamma.costs import RoundCosts
 from ..sequence import Token
 from ..stats import Stats
 from ..text.options import Options

@@ -17,7 +17,8 @@ from ..drafts.registry import KINDS
 from ..files.errors import OutriderError, refuse_first
 from ..files.generation import FeatureFacts, TextRules
 from ..files.graphs import Pair
-from ..policy import Policy, make_policy
+from ..gamma.measured import Policy
+from ..gamma.policy import make_policy
 from ..sampling.processors import (
     BadWords,
     ForcedLastToken,
@@ -123,7 +124,7 @@ def _policy(
     if not (fallback or isinstance(named, str)) or not 0 < gamma <= max_gamma:
         return None  # `Decoder.check` refuses what is out of range
     settings = (replace(params, seed=0), options.draft_temperature)
-    return make_policy(named, decoder.gammas[draft], fallback=fallback, settings=settings)
+    return make_policy(named, decoder.shared_gamma(draft), fallback=fallback, settings=settings)
 
 
 # The prompt and the source

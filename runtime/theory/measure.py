@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..bundle import load
-from ..costs import RoundCosts
 from ..files.errors import OutriderError, refuse_first
+from ..gamma.costs import RoundCosts
 from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options

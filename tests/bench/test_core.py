@@ -34,8 +34,8 @@ from bench.core.record import RoundRecord, Run
 from bench.core.runs import Way
 from bench.core.table import Table, insert_tables, make_table
 from bench.suites import embed
-from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.gamma.costs import RoundCosts
 from runtime.stats import Stats
 from runtime.theory import formulas as theory
 

@@ -147,7 +147,9 @@ def test_fixed_gammas_teach_the_policies_nothing(engine: TextEngine) -> None:
     assert all(run.stats.round_tokens == 11 for run in texts[0].values())
     taught = runs.fresh_engine(engine)
     runs.decode(Way(taught, {**code[1], "gamma": "auto"}), code[0][0], 12, 0)
-    untaught, learned = (x.decoder.gammas["model"].costs.gamma_to_time(1) for x in (engine, taught))
+    untaught, learned = (
+        x.decoder.shared_gamma("model").costs.gamma_to_time(1) for x in (engine, taught)
+    )
     assert untaught == 0 and learned != 0  # the gamma to be timed next
 
 

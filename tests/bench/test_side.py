@@ -35,8 +35,8 @@ from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_
 from bench.suites.side.tables import BASE, MIXED, figures_of, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
-from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS
+from runtime.gamma.costs import RoundCosts
 from runtime.theory.formulas import speedup
 
 TRAFFIC = Traffic(weights=900, row=1, rows=100, draft_weights=90)

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 from runtime.cli import report
-from runtime.costs import RoundCosts
 from runtime.decoder import Token
+from runtime.gamma.costs import RoundCosts
 from runtime.stats import Stats
 from runtime.text.results import Result
 

@@ -27,7 +27,7 @@ MOST_WORDS = {"docs/architecture.md": 1200}
 # A name may not import a name to its right. Names are folders or modules.
 LADDERS = {
     "runtime": [
-        "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
+        "files", "stats", "sampling", "backends", "slots", "gamma", "sequence", "calls",
         "drafts", "round", "checks", "decoder", "gpu", "audio", "text", "host", "bundle",
         "beam", "certificate", "theory", "cli", "generate", "cmake",
     ],

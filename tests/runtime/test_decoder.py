@@ -55,6 +55,32 @@ def test_a_rule_that_accepts_everything_is_noticed() -> None:
         acceptance(3)
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_an_interrupt_while_tokens_are_committed(done: bool) -> None:
+    """The text ends with an error, or goes on as if there had been none. Fault: it went on with
+    lengths of the caches that were not those of its tokens, and became another text."""
+
+    class Interrupted(list):
+        def extend(self, tokens):
+            if done:
+                super().extend(tokens)
+            raise KeyboardInterrupt
+
+    target = random_model(1)
+    decoder = make_decoder(target, near(target, 2, 0.5))
+    request = Request([2, 3], gamma=4, max_new_tokens=30, ignore_eos=True)
+    sequence = decoder.admit(request)
+    sequence.slot.tokens = Interrupted(sequence.slot.tokens)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.round([sequence])
+    sequence.slot.tokens = list(sequence.slot.tokens)
+    assert (sequence.finish_reason == "error") != done
+    while sequence.finish_reason is None:
+        decoder.round([sequence])
+    decoder.release(sequence)
+    assert not done or ids(sequence) == plain(decoder, request)
+
+
 # --- the caches -------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime import policy
-from runtime.costs import Costs
+from runtime.gamma import measured, policy
+from runtime.gamma.costs import Costs
 
 MAX_GAMMA = 8
 STEP = 0.02  # seconds of a plain step
@@ -66,7 +66,7 @@ class Machine:
 class Run:
     """The result for one sequence: tokens, time in plain steps, time of plain decoding, gammas, and
     the position at which each round began. loss: the largest excess, after any round, over the
-    bound that `policy.MeasuredPolicy` promises."""
+    bound that `measured.SharedGamma` promises."""
 
     tokens: int = 0
     time: float = 0.0
@@ -83,8 +83,30 @@ def random_acceptance(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
     return heads.tolist()
 
 
+def auto(
+    costs: Costs | None = None, gamma: int | str = "auto", settings: object = None
+) -> measured.Policy:
+    shared = measured.SharedGamma(costs or Costs(MAX_GAMMA))
+    return policy.make_policy(gamma, shared, fallback=True, settings=settings)
+
+
+def choose(chooser: measured.Policy, batch: int = 1) -> int:
+    """gamma of a round in which the others of the batch do not choose."""
+    policy.choose_together([chooser], batch)
+    return chooser.next()
+
+
+def timed(*batches: int, cost: float = 0.2, most: int = MAX_GAMMA) -> Costs:
+    """Costs that are known from the start; a verification costs as much as a plain step."""
+    costs = Costs(most)
+    for batch in batches or (1,):
+        for gamma in (0, 0, most, most) * 3:
+            costs.observe(batch, gamma, cost * gamma * STEP, STEP)
+    return costs
+
+
 def simulate(
-    chooser: policy.Policy, known: Costs | None, machine: Machine, acceptance: Acceptance,
+    chooser: measured.Policy, known: Costs | None, machine: Machine, acceptance: Acceptance,
     tokens: int,
 ) -> Run:  # fmt: skip
     """Simulate one sequence. known: the costs that the policy uses, updated with each timing; None
@@ -93,7 +115,7 @@ def simulate(
 
 
 def simulate_together(
-    choosers: Sequence[policy.Policy], known: Costs | None, machine: Machine,
+    choosers: Sequence[measured.Policy], known: Costs | None, machine: Machine,
     acceptances: Sequence[Acceptance], tokens: int,
 ) -> list[Run]:  # fmt: skip
     """Simulate sequences that begin together, and leave when they have their tokens."""
@@ -126,7 +148,7 @@ def simulate_together(
             run.tokens += emitted[i]
             run.time += slow * sum(machine.parts(steps)) + level * reading
             run.plain += level * emitted[i]
-            promise = policy.LOSS_ALLOWANCE + policy.LOSS_RATE * run.tokens
+            promise = measured.LOSS_ALLOWANCE + measured.LOSS_RATE * run.tokens
             run.loss = max(run.loss, run.time - run.plain - promise)
     return runs
 
@@ -138,7 +160,7 @@ def speeds(
     """Speed-ups over plain decoding, by workload and for "all", whose sequences take turns on one
     machine. Each workload has its own settings."""
     known, machine = Costs(MAX_GAMMA), replace(machine)
-    shared = policy.SharedGamma(known)
+    shared = measured.SharedGamma(known)
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     for texts in zip(*loads.values(), strict=True):
         for name, acceptance in zip(loads, texts, strict=True):

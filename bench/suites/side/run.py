@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.costs import RoundCosts
+from runtime.gamma.costs import RoundCosts
 from runtime.theory.formulas import expected_tokens
 
 from ...core.clock import Clock, order

@@ -14,7 +14,8 @@ from rounds import all_samplers, ids, make_decoder, plain, run, run_all
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.policy import MeasuredPolicy, make_policy
+from runtime.gamma.measured import MeasuredPolicy
+from runtime.gamma.policy import make_policy
 from runtime.sequence import Request
 from runtime.text.options import Options
 
@@ -25,7 +26,7 @@ NAMES = ["auto", "transformers", 4]
 
 
 def make_request(decoder: Decoder, name: int | str, **request: object) -> Request:
-    policy = make_policy(name, decoder.gammas["model"], fallback=True)
+    policy = make_policy(name, decoder.shared_gamma("model"), fallback=True)
     gamma = decoder.max_gamma if isinstance(name, str) else name
     return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
 
@@ -49,13 +50,29 @@ def test_plain_requests_beside_others_do_not_hide_what_rounds_cost() -> None:
     """A request that never drafts has a kind of draft too. Fault: beside it, "auto" was never told
     the cost of a round, and so never drafted."""
     decoder = make_decoder(MODEL, near(MODEL, 2, 0.5), slots=2)
-    auto = make_policy("auto", decoder.gammas["ngram"], fallback=False)
+    auto = make_policy("auto", decoder.shared_gamma("ngram"), fallback=False)
     requests = [
         Request([2, 3], gamma=8, policy=auto, draft="ngram", max_new_tokens=20),
         Request([2, 3], gamma=0, max_new_tokens=20),
     ]
     run_all(decoder, requests)
-    assert decoder.gammas["ngram"].costs.rounds(2).plain > 0
+    assert decoder.shared_gamma("ngram").costs.rounds(2).plain > 0
+
+
+def test_two_kinds_of_draft_in_the_same_rounds() -> None:
+    """Fault: neither was told the cost of a round, and so neither was ever used."""
+    decoder = make_decoder(MODEL, near(MODEL, 2, 0.5), slots=2)
+    requests = [
+        Request(
+            [2, 3], gamma=8, draft=kind, max_new_tokens=60, ignore_eos=True,
+            policy=make_policy("auto", decoder.shared_gamma(kind), fallback=False),
+        )
+        for kind in ("model", "ngram")
+    ]  # fmt: skip
+    model, _lookup = run_all(decoder, requests)
+    assert model.stats.drafted
+    for request in requests:
+        assert decoder.shared_gamma(request.draft).costs.gamma_to_time(2) != 0
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +106,9 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
     slow_down(decoder.draft, 2.0)
     slow_down(decoder.target, 16.0)
-    monkeypatch.setattr(decoder.gammas["model"].costs, "observe", lambda *seen: costs.append(seen))
+    monkeypatch.setattr(
+        decoder.shared_gamma("model").costs, "observe", lambda *seen: costs.append(seen)
+    )
     stats = run(decoder, Request([2, 3], gamma=8, policy=Slow(), max_new_tokens=40)).stats
     assert len(rounds) == stats.rounds
     assert costs == [(1, gamma, 2.0 * gamma, 16.0) for gamma, *_ in rounds]

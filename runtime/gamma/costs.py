@@ -72,17 +72,19 @@ class EarlierTexts:
 
     def __init__(self, prior: float = PRIOR_ACCEPTANCE, parent: EarlierTexts | None = None):
         self._examined, self._accepted, self._parent = PRIOR_WEIGHT, prior * PRIOR_WEIGHT, parent
+        self.gained = 0.0  # plain steps, fading too
 
     def record_start(self) -> None:
         """Record the start of a text, as one token with the prior acceptance. Otherwise, texts too
         short to retry a draft that did badly would never find out that it has improved."""
         self.add(1, PRIOR_ACCEPTANCE)
 
-    def add(self, examined: int, accepted: float) -> None:
-        """Record the draft tokens of a round."""
+    def add(self, examined: int, accepted: float, loss: float = 0.0) -> None:
+        """Record the draft tokens of a round, and its loss in plain steps."""
         fade = 1 - examined / MEMORY_TOKENS
         self._examined = fade * self._examined + examined
         self._accepted = fade * self._accepted + accepted
+        self.gained = fade * self.gained - loss
         if self._parent is not None:
             self._parent.add(examined, accepted)
 
@@ -137,7 +139,9 @@ class _Timings:
 
     def step(self) -> float | None:
         """Seconds of a draft step in the longest rounds that were timed; None if none were."""
-        return max(((g, x.value) for g, x in self.steps.items() if x.known), default=(0, None))[1]
+        known = [gamma for gamma, step in self.steps.items() if step.known]
+        known = known or [gamma for gamma, step in self.steps.items() if step.cold or step.warm]
+        return self.steps[max(known)].value if known else None
 
     def reading(self) -> float:
         """The median seconds per token, weighted by tokens."""
@@ -172,7 +176,8 @@ class Costs:
         if gamma and timings.renew:
             timings.renew = False
             timings.steps.clear()
-            timings.rest = defaultdict(_Series, {0: timings.rest[0]})
+            for other in [other for other in timings.rest if other]:
+                del timings.rest[other]
         timings.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
         if gamma:
             timings.steps[gamma].add(time_draft / gamma, warm)
@@ -215,10 +220,16 @@ class Costs:
                 least = min(least, known[gamma].value)
                 dearer = timings.steps[gamma].value - step if gamma and step is not None else 0.0
                 rest[gamma] = least + gamma * dearer
+            rest.setdefault(0, least)  # without what draft steps cost
             # An untimed draft is assumed slow, and tried only after a pause.
             draft = least if step is None else step
             timings.cached = RoundCosts.of(draft, rest, self.max_gamma, timings.reading())
         return timings.cached
+
+    def often_timed(self, batch: int, gamma: int) -> bool:
+        """Whether rounds with this gamma were timed so often that the least time says something."""
+        rest = self._batches[batch].rest.get(gamma)
+        return rest is not None and len(rest.warm) + len(rest.cold) >= WINDOW
 
     def rounds_if_timed(self, batch: int) -> RoundCosts | None:
         """`rounds` if a plain step and a draft step were timed; None if it would be a guess."""
@@ -226,6 +237,11 @@ class Costs:
         if timings is None or not timings.plain_known or timings.step() is None:
             return None
         return self.rounds(batch)
+
+    def rounds_of_nearest(self, batch: int) -> RoundCosts | None:
+        """`rounds_if_timed` for the nearest batch size for which it is known, None if for none."""
+        sizes = sorted(self._batches, key=lambda size: abs(size - batch))
+        return next((known for size in sizes if (known := self.rounds_if_timed(size))), None)
 
     def earlier_texts(self, settings: Hashable = None) -> EarlierTexts:
         """Earlier texts with these settings. New settings start from the average of all texts."""

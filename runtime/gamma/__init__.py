@@ -1,0 +1,1 @@
+"""The choice of gamma, the number of draft tokens in a round."""
