@@ -7,6 +7,7 @@ This module is independent of tokenizers, files and backends: it takes an object
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from .backends.engine import Logits, source_ids
@@ -14,7 +15,7 @@ from .checks import Limits, check_request
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
 from .gamma.costs import Costs
-from .gamma.measured import SharedGamma
+from .gamma.measured import MeasuredPolicy, Policy, SharedGamma
 from .gamma.policy import choose_together
 from .sampling.softmax import largest, log_softmax
 from .sequence import (
@@ -102,7 +103,7 @@ class Decoder:
     def shared_gamma(self, draft: str) -> SharedGamma:
         """What policies share; for each draft, because a lookup costs less than a model."""
         if draft not in self._gammas:
-            made = SharedGamma(Costs(self.max_gamma), KINDS[draft].reads_model)
+            made = SharedGamma(Costs(self.max_gamma, KINDS[draft].reads_model))
             self._gammas.setdefault(draft, made)  # another thread may have been first
         return self._gammas[draft]
 
@@ -115,7 +116,7 @@ class Decoder:
         must be released. The others are not affected.
         """
         begin = time.perf_counter()
-        self._choose_gammas([sequence.request for sequence in batch])
+        self._choose_gammas(batch)
         plans = [self._plan(sequence) for sequence in batch]
         planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
@@ -139,13 +140,19 @@ class Decoder:
             # Not wall time since the start, which would include a slow reader of the stream.
             stats.elapsed += end - begin
 
-    @staticmethod
-    def _choose_gammas(requests: Sequence[Request]) -> None:
-        for draft in {request.draft for request in requests}:
-            same = [request for request in requests if request.draft == draft]
-            policies = [request.policy for request in same if request.policy is not None]
-            fixed = max((request.gamma for request in same if request.policy is None), default=0)
-            choose_together(policies, len(requests), fixed)
+    def _choose_gammas(self, batch: Collection[ActiveSequence]) -> None:
+        """Let policies choose together, separately for each kind of draft."""
+        policies, fixed = defaultdict[str, list[Policy]](list), defaultdict[str, int](int)
+        for sequence in batch:
+            request = sequence.request
+            if request.policy is None:
+                fixed[request.draft] = max(fixed[request.draft], request.gamma)
+                continue
+            policies[request.draft].append(request.policy)
+            if isinstance(request.policy, MeasuredPolicy):
+                request.policy.room = self._max_drafts(sequence)
+        for draft, some in policies.items():
+            choose_together(some, len(batch), fixed[draft])
 
     def _plan(self, sequence: ActiveSequence) -> SlotPlan:
         request = sequence.request

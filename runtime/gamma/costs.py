@@ -72,7 +72,7 @@ class EarlierTexts:
 
     def __init__(self, prior: float = PRIOR_ACCEPTANCE, parent: EarlierTexts | None = None):
         self._examined, self._accepted, self._parent = PRIOR_WEIGHT, prior * PRIOR_WEIGHT, parent
-        self.gained = 0.0  # plain steps, fading too
+        self.gained: float = parent.gained if parent else 0.0  # plain steps, fading too
 
     def record_start(self) -> None:
         """Record the start of a text, as one token with the prior acceptance. Otherwise, texts too
@@ -86,7 +86,7 @@ class EarlierTexts:
         self._accepted = fade * self._accepted + accepted
         self.gained = fade * self.gained - loss
         if self._parent is not None:
-            self._parent.add(examined, accepted)
+            self._parent.add(examined, accepted, loss)
 
     @property
     def acceptance(self) -> float:
@@ -128,7 +128,9 @@ class _Timings:
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
     timed_at: int = 0  # the count when the costs were last measured before any choice
-    renew: bool = False  # whether the next timing of a draft replaces all others
+    # Whether the next timing of a plain step, or of any draft, replaces the earlier ones.
+    renew_plain: bool = False
+    renew_drafts: bool = False
     gamma: int = 0
     repeats: int = 0  # consecutive rounds with this gamma before the last one
     cached: RoundCosts | None = None
@@ -158,8 +160,9 @@ class Costs:
     acceptance of texts, by their sampling settings: acceptance depends on p and q after
     temperatures and filters."""
 
-    def __init__(self, max_gamma: int):
-        self.max_gamma = max_gamma
+    def __init__(self, max_gamma: int, reads_model: bool = True):
+        """reads_model: whether the draft has to read a text before it drafts."""
+        self.max_gamma, self.reads_model = max_gamma, reads_model
         self._batches: dict[int, _Timings] = defaultdict(_Timings)
         self._texts = EarlierTexts()
         self._settings: dict[Hashable, EarlierTexts] = {}
@@ -173,11 +176,14 @@ class Costs:
         timings.gamma, timings.cached = gamma, None
         # Mostly the draft's data leaves the caches.
         warm = timings.repeats >= COLD_ROUNDS or gamma == 0
-        if gamma and timings.renew:
-            timings.renew = False
-            timings.steps.clear()
+        if gamma and timings.renew_drafts:
             for other in [other for other in timings.rest if other]:
                 del timings.rest[other]
+            timings.steps.clear()
+            timings.renew_drafts = False  # last: there may be an interrupt
+        if not gamma and timings.renew_plain:
+            timings.rest.pop(0, None)
+            timings.renew_plain = False
         timings.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may return 0
         if gamma:
             timings.steps[gamma].add(time_draft / gamma, warm)
@@ -190,21 +196,24 @@ class Costs:
             timings.readings.append((each, tokens))
             timings.cached = None
 
-    def gamma_to_time(self, batch: int) -> int | None:
+    def gamma_to_time(self, batch: int, fixed: int = 0) -> int | None:
         """A gamma that must be timed before `rounds` can be used: 0, the baseline of all
         comparisons, then 1 until its caches are warm: a draft that seems slow because it was cold
-        would never be used, and so never be warm. None if both are known, or other requests
-        determine the rounds. After TIMED_AGAIN rounds this begins anew: here, not in `observe`,
-        because a request may not ask for a gamma for a long time."""
+        would never be used, and so never be warm. None if both are known, or if requests with the
+        gamma `fixed` determine the rounds. After TIMED_AGAIN rounds this begins anew: here, not in
+        `observe`, because a request may not ask for a gamma for a long time."""
         timings = self._batches[batch]
         if timings.count - timings.timed_at >= TIMED_AGAIN:
-            timings.timed_at, timings.renew = timings.count, True
+            timings.timed_at = timings.count
+            timings.renew_plain = timings.renew_drafts = True
+        if not fixed and not timings.plain_known:
+            return 0
         if timings.count - timings.timed_at >= TIMED_ROUNDS:
             return None
-        if not timings.plain_known:
+        if timings.renew_plain or not timings.plain_known:
             return 0
         first = timings.steps[1]
-        return None if first.known and first.warm and not timings.renew else 1
+        return None if first.known and first.warm and not timings.renew_drafts else 1
 
     def rounds(self, batch: int) -> RoundCosts:
         """The costs. No verification is assumed to cost more than a wider one that was timed: a
@@ -221,9 +230,10 @@ class Costs:
                 dearer = timings.steps[gamma].value - step if gamma and step is not None else 0.0
                 rest[gamma] = least + gamma * dearer
             rest.setdefault(0, least)  # without what draft steps cost
-            # An untimed draft is assumed slow, and tried only after a pause.
-            draft = least if step is None else step
-            timings.cached = RoundCosts.of(draft, rest, self.max_gamma, timings.reading())
+            if step is None:
+                # Tried only after a pause; a lookup may find nothing for long, which costs nothing.
+                step = least if self.reads_model else 0.0
+            timings.cached = RoundCosts.of(step, rest, self.max_gamma, timings.reading())
         return timings.cached
 
     def often_timed(self, batch: int, gamma: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Protocol
 
 from .costs import PRIOR_ACCEPTANCE, Costs, EarlierTexts, RoundCosts
@@ -75,6 +74,7 @@ class MeasuredPolicy:
         self.acceptance: Acceptance
         self.earlier_texts: EarlierTexts | None = None
         self.is_drafting = True  # otherwise the draft has been left behind
+        self.room = shared.max_gamma  # the most tokens that it can have drafted
         self.unread_tokens = 0  # tokens that the draft has not read
         self.tokens, self.loss = 0, 0.0  # of the text; loss: plain steps, negative is a gain
         self.allowance = LOSS_ALLOWANCE
@@ -82,16 +82,17 @@ class MeasuredPolicy:
     def begin(self) -> None:
         """Before the first round."""
         if self.earlier_texts is None:
-            self.earlier_texts = self.shared.costs.earlier_texts(self.settings)
-            self.earlier_texts.record_start()
-            self.allowance += min(MAX_CREDIT, max(0.0, self.earlier_texts.gained))
-            self.acceptance = Acceptance(self.shared.max_gamma, self.earlier_texts.acceptance)
+            earlier = self.shared.costs.earlier_texts(self.settings)
+            earlier.record_start()
+            self.allowance = LOSS_ALLOWANCE + min(MAX_CREDIT, max(0.0, earlier.gained))
+            self.acceptance = Acceptance(self.shared.max_gamma, earlier.acceptance)
+            self.earlier_texts = earlier  # last: there may be an interrupt
 
     def width(self, gamma: int) -> int:
         """gamma of this text if `gamma` is the common choice."""
         if not self.is_drafting:
             return 0
-        return self.base.next() if self.base and gamma else gamma
+        return min(self.room, self.base.next() if self.base and gamma else gamma)
 
     def next(self) -> int:
         if self.shared.measures:  # also with a `base`
@@ -146,29 +147,28 @@ class SharedGamma:
     text starts with the acceptance of earlier texts with its settings, and without drafts if that
     is too low. A choice is kept for 8 rounds of the same texts.
 
-    The mean loss of the texts is bounded, whatever the draft does: a round with drafts is run only
-    if the loss against plain decoding, should the round accept none, stays within 3 plain steps +
-    3 % of the tokens: 4.2 % of 256 tokens. To this come up to 8 plain steps of what earlier texts
-    with the same settings have gained lately, since a text with a good draft may begin with bad
-    luck. If the best gamma could lose more than is left, the best of those that cannot is used,
-    until its gains suffice. Losses are counted at measured costs. Not bounded are the first seven
-    rounds of a batch size and seven in 1,024 later ones, which measure the costs; not counted, the
-    draft's reading of the prompt and the extra time of rounds with cold caches. Reading the tokens
-    of rounds without drafts counts. A text for which that would lose too much is left behind,
-    without drafts, until gains suffice.
+    The mean loss of the texts of a round is bounded, whatever the draft does: a round with drafts
+    is run only if the loss against plain decoding, should the round accept none, stays within 3
+    plain steps + 3 % of the tokens: 4.2 % of 256 tokens. To this come up to 8 plain steps of what
+    earlier texts with the same settings have gained lately, since a text with a good draft may
+    begin with bad luck; with new settings, of what all have gained. If the best gamma could lose
+    more than is left, the best of those that cannot is used, until its gains suffice. Losses are
+    counted at measured costs. Not bounded are the first seven rounds of a batch size and seven in
+    1,024 later ones, which measure the costs; not counted, the draft's reading of the prompt and
+    the extra time of rounds with cold caches. Reading the tokens of rounds without drafts counts. A
+    text for which that would lose too much is left behind, without drafts, until gains suffice.
 
     16 rounds after drafts were given up, most observations are forgotten and drafts are tried again
     with one token; each time they lose, the pause doubles, up to 1,024 rounds.
     """
 
-    def __init__(self, costs: Costs, reads_model: bool = True):
-        """reads_model: whether the draft has to read a text before it drafts."""
-        self.costs, self.max_gamma, self.reads_model = costs, costs.max_gamma, reads_model
+    def __init__(self, costs: Costs):
+        self.costs, self.max_gamma = costs, costs.max_gamma
         # The current round; if it measures costs, texts with a `base` have its gamma too.
         self.round, self.gamma, self.measures = _Round(0, 0), 0, False
         self._pending: list[_Round] = []  # rounds with drafts that no text has learnt from
-        # The choice, the rounds for which it is still kept, and what it was made for.
-        self._choice, self._rounds_left = 1, 0
+        # The choice; the gamma that is kept, for how many more rounds, and what for.
+        self._choice, self._kept, self._rounds_left = 1, 0, 0
         self._made_for: tuple[int, int, set[MeasuredPolicy]] = 0, 0, set()
         self._pause = PAUSE
         self._loss = 0.0  # mean of the texts since the last trial, in plain steps
@@ -184,11 +184,11 @@ class SharedGamma:
         made_for = batch, fixed, set(texts)
         if self._rounds_left and made_for == self._made_for:
             self._rounds_left -= 1
-            self.gamma = self._choice
+            self.gamma = self._kept
         else:
             self.gamma = self._next(texts)
             if not self.measures:
-                self._made_for = made_for
+                self._made_for, self._kept = made_for, self.gamma
 
     def _next(self, texts: Sequence[MeasuredPolicy]) -> int:
         batch = self.round.batch
@@ -198,12 +198,12 @@ class SharedGamma:
             text.is_drafting = True
             if is_trial:
                 text.acceptance.forget()
-        untimed = self.costs.gamma_to_time(batch)
+        untimed = self.costs.gamma_to_time(batch, self.round.fixed)
         near = self.costs.rounds_of_nearest(batch)
         if costs := near if untimed is not None else self.costs.rounds(batch):
-            for each in self._pending:
+            while self._pending:
+                each = self._pending.pop(0)
                 self._learn(self.costs.rounds_if_timed(each.batch) or costs, each)
-            self._pending.clear()
         if untimed and near:
             self._admit(near, texts, 0, max(0.0, self._budget(texts)))
         if untimed is not None and any(text.is_drafting for text in texts):
@@ -214,6 +214,8 @@ class SharedGamma:
         costs = self.costs.rounds(batch)
         budget = self._admit(costs, texts, 1, self._budget(texts))
         if not any(text.is_drafting for text in texts):
+            is_pause = self._choice == 0 and not is_trial
+            self._rounds_left = self._rounds_left - 1 if is_pause else ROUNDS_PER_CHOICE - 1
             return 0
         if is_trial:
             self._choice, self._loss, gamma = 1, 0.0, 1
@@ -232,7 +234,7 @@ class SharedGamma:
         """Let texts learn from a round, whose loss they share equally."""
         time = costs.round(max(done.fixed, *(part.gamma for part in done.parts)))
         time += sum(self._catch_up(costs, part.unread) for part in done.parts if part.gamma)
-        tokens = fmean(part.accepted + 1 for part in done.parts)
+        tokens = _mean([part.accepted + 1 for part in done.parts])
         loss = time - tokens * costs.round(done.fixed)
         self._loss += loss
         for part in done.parts:
@@ -241,31 +243,34 @@ class SharedGamma:
     @staticmethod
     def _budget(texts: Sequence[MeasuredPolicy]) -> float:
         """The mean of what the texts may still lose."""
-        return fmean(text.allowance + LOSS_RATE * text.tokens - text.loss for text in texts)
+        return _mean([text.allowance + LOSS_RATE * text.tokens - text.loss for text in texts])
 
     def _admit(
         self, costs: RoundCosts, texts: Sequence[MeasuredPolicy], gamma: int, budget: float
     ) -> float:
         """Choose the texts that draft: those that the draft has read, and those that it can read
         within the budget and before a round with this gamma. Returns the rest of the budget."""
+        for text in texts:
+            text.is_drafting = True
         least = self._excess(costs, texts, gamma)
         for text in sorted(texts, key=lambda text: text.unread_tokens):
             needed = self._catch_up(costs, text.unread_tokens)
-            text.is_drafting = bool(needed + least <= budget)
+            text.is_drafting = bool(text.room > 0 and needed + least <= budget)
             budget -= needed if text.is_drafting else 0.0
         return budget
 
     def _best(self, costs: RoundCosts, texts: Sequence[MeasuredPolicy], budget: float) -> int:
         """gamma of the next round; sets the choice, and for how many more rounds it is kept.
         budget: what a round may still lose."""
-        gammas = range(self.max_gamma + 1)
+        gammas, fixed = range(self.max_gamma + 1), self.round.fixed
         expected = [text.acceptance.tokens() for text in texts]
+        widths = [[text.width(gamma) for text in texts] for gamma in gammas]
         tokens = [
-            fmean(some[text.width(gamma)] for some, text in zip(expected, texts, strict=True))
-            for gamma in gammas
+            _mean([of_text[width] for of_text, width in zip(expected, each, strict=True)])
+            for each in widths
         ]
-        losses = [self._excess(costs, texts, gamma) for gamma in gammas]
-        plain = costs.round(self.round.fixed)
+        plain = costs.round(fixed)
+        losses = [costs.round(max(fixed, *each)) - plain for each in widths]
         reading = sum(self._catch_up(costs, x.unread_tokens) for x in texts if x.is_drafting)
         times = [plain + loss + reading / ROUNDS_PER_CHOICE for loss in losses]
         times[0] = plain
@@ -278,10 +283,11 @@ class SharedGamma:
             self._pause = PAUSE if self._loss < 0 else min(2 * self._pause, LONGEST_PAUSE)
             self._choice, self._rounds_left = 0, self._pause - 1
             return 0
-        # The best may be too expensive for now; another one can earn what it costs.
+        # The best may be too expensive for now. Another one can earn what it costs, or 0 is used.
         affordable = [gamma for gamma in gammas if losses[gamma] <= budget]
         best = max(affordable, key=speed.__getitem__) or best
-        # A few times that were disturbed must not hide for ever that the next gamma is better.
+        # A few times that were disturbed must not hide for ever that the next gamma is better, as
+        # it would be if one more token took nothing but a step of the draft.
         more = best + 1
         if more in affordable and not self.costs.often_timed(self.round.batch, more):
             best += tokens[more] / (times[best] + costs.draft) > speed[best]
@@ -294,4 +300,8 @@ class SharedGamma:
         return costs.round(max(fixed, *(x.width(gamma) for x in texts))) - costs.round(fixed)
 
     def _catch_up(self, costs: RoundCosts, tokens: int) -> float:
-        return costs.catch_up(tokens) if self.reads_model else 0.0
+        return costs.catch_up(tokens) if self.costs.reads_model else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # statistics.fmean takes four times as long

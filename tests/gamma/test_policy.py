@@ -49,8 +49,10 @@ MACHINES = {
 def test_near_the_best_of_each_and_better_than_any_of_all(name: str) -> None:
     """Recorded acceptance of the bundled pair: on texts that the draft predicts well, fairly or
     hardly, and on all of them in turn."""
-    fixed = [speeds(gamma, MACHINES[name], recorded(), 160) for gamma in range(MAX_GAMMA + 1)]
-    found = speeds("auto", MACHINES[name], recorded(), 160)
+    machine = MACHINES[name]
+    fixed = [speeds(gamma, machine, recorded(), 160) for gamma in range(MAX_GAMMA + 1)]
+    runs = [speeds("auto", replace(machine, seed=seed), recorded(), 160) for seed in range(3)]
+    found = {load: np.mean([each[load] for each in runs]) for load in runs[0]}
     for load in recorded():
         assert found[load] > 0.95 * max(each[load] for each in fixed), load
     assert found["all"] > 1.05 * max(each["all"] for each in fixed)

@@ -59,7 +59,8 @@ def test_batch_sizes_keep_apart() -> None:
     assert costs.rounds_if_timed(2) == costs.rounds(2) and costs.rounds_if_timed(3) is None
     for _ in range(8):
         costs.observe(3, 4, 1.0, 1.0)
-    assert costs.gamma_to_time(3) is None and costs.rounds(3).verify[0] == 1
+    assert costs.gamma_to_time(3, fixed=4) is None and costs.rounds(3).verify[0] == 1
+    assert costs.gamma_to_time(3) == 0, "without that request a plain step can be timed"
     assert costs.rounds_if_timed(3) is None, "its plain step is a guess"
 
 
@@ -75,7 +76,7 @@ def test_costs_without_a_plain_step() -> None:
     assert costs.gamma_to_time(1) == 0
     for gamma in range(2, 12):
         costs.observe(1, gamma, STEP, STEP)
-    assert costs.gamma_to_time(1) is None
+    assert costs.gamma_to_time(1, fixed=64) is None
     assert costs.rounds(1).round(2) == pytest.approx(2)
 
 
@@ -99,3 +100,26 @@ def test_a_gamma_that_was_disturbed_twice_is_timed_again() -> None:
     assert choose(policy) == 2
     costs.earlier_texts().add(250, 60)  # a draft that is seldom right would not gain by it
     assert choose(MeasuredPolicy(SharedGamma(costs))) == 1
+
+
+def test_a_plain_step_is_timed_again_too() -> None:
+    """Fault: two slow ones at the start made drafts look fast for as long as they were used."""
+    costs = timed()
+    for _ in range(1024):
+        costs.observe(1, 4, STEP, STEP)
+    for gamma in (0, 0):
+        assert costs.gamma_to_time(1) == gamma
+        costs.observe(1, gamma, 0.0, STEP / 2)
+    assert costs.gamma_to_time(1) == 1
+    assert costs.rounds(1).plain == pytest.approx(STEP / 2)
+
+
+def test_a_lookup_that_has_found_nothing_yet() -> None:
+    """It costs nothing to ask. Fault: an untimed draft counts as slow, and the pauses doubled."""
+    costs = Costs(MAX_GAMMA, reads_model=False)
+    policy = MeasuredPolicy(SharedGamma(costs))
+    for _ in range(200):
+        gamma = choose(policy)
+        policy.observe(0, 0, 0)
+        costs.observe(1, 0, 0.0, STEP)
+    assert gamma == MAX_GAMMA

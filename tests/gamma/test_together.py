@@ -16,7 +16,7 @@ from simulated import (
     timed,
 )
 
-from runtime.gamma.costs import Costs
+from runtime.gamma.costs import Costs, EarlierTexts
 from runtime.gamma.measured import MeasuredPolicy, SharedGamma
 from runtime.gamma.policy import choose_together, make_policy
 
@@ -71,7 +71,8 @@ def test_the_loss_of_a_round_is_shared() -> None:
 def drafting(unread: Sequence[int], reads_model: bool = True) -> list[bool]:
     """Which of three texts draft, if the draft must read so many tokens of each: 0.2 plain steps +
     0.016 per token, of a budget of 3, of which a round takes 0.2."""
-    shared = SharedGamma(timed(3, cost=0.2), reads_model)
+    shared = SharedGamma(timed(3, cost=0.2))
+    shared.costs.reads_model = reads_model
     shared.costs.observe_catch_up(3, 50, STEP)
     shared.costs.earlier_texts().add(250, 245)
     texts = [MeasuredPolicy(shared) for _ in unread]
@@ -153,3 +154,34 @@ def test_bad_luck_at_the_start_is_paid_from_what_earlier_texts_gained() -> None:
         run = simulate(make_policy("auto", shared, fallback=True), None, Machine(0.15), unlucky, 64)
         drafted[gained] = sum(run.gammas)
     assert drafted[50.0] > 1.3 * drafted[0.0]
+
+
+def test_a_text_without_room_for_drafts() -> None:
+    """Beyond the draft's context, or at its end. Fault: it counted as one that the draft predicts
+    as well as before, so that the others drafted too much."""
+    shared = SharedGamma(timed(2, cost=0.1))
+    for settings, accepted in (("good", 245), ("fair", 150)):
+        shared.costs.earlier_texts(settings).add(250, accepted)
+    texts = [MeasuredPolicy(shared, settings=settings) for settings in ("good", "fair")]
+    choose_together(texts, 2)
+    together = texts[1].next()
+    texts[0].room = 0
+    choose_together(texts[::-1], 2, fixed=1)  # another choice
+    assert texts[0].next() == 0 < texts[1].next() < together
+    texts[1].room = 1
+    assert texts[1].next() == 1
+
+
+def test_an_interrupt_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: every later round of the same texts raised an AttributeError."""
+    shared = SharedGamma(timed())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    policy = MeasuredPolicy(shared)
+    with monkeypatch.context() as once:
+        once.setattr(EarlierTexts, "record_start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            choose(policy)
+    assert choose(policy) > 0
