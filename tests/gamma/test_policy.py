@@ -269,8 +269,9 @@ def test_texts_begin_where_others_with_their_settings_did() -> None:
 
 def test_new_settings_begin_with_what_all_others_did() -> None:
     costs = Costs(MAX_GAMMA)
-    costs.earlier_texts("first").add(200, 20)
+    costs.earlier_texts("first").add(200, 20, loss=-5.0)
     assert costs.earlier_texts("second").acceptance < 0.2
+    assert costs.earlier_texts("second").gained == 5
     for other in range(MAX_SETTINGS):
         costs.earlier_texts(other).add(50, 50)
     assert costs.earlier_texts("first").acceptance > 0.9, "forgotten after too many others"

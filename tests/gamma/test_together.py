@@ -168,6 +168,7 @@ def test_a_text_without_room_for_drafts() -> None:
     texts[0].room = 0
     choose_together(texts[::-1], 2, fixed=1)  # another choice
     assert texts[0].next() == 0 < texts[1].next() < together
+    assert not texts[0].is_drafting, "so that nothing is read of it"
     texts[1].room = 1
     assert texts[1].next() == 1
 
