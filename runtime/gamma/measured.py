@@ -289,8 +289,9 @@ class SharedGamma:
         # A few times that were disturbed must not hide for ever that the next gamma is better, as
         # it would be if one more token took nothing but a step of the draft.
         more = best + 1
-        if more in affordable and not self.costs.often_timed(self.round.batch, more):
-            best += tokens[more] / (times[best] + costs.draft) > speed[best]
+        untried = more in affordable and not self.costs.often_timed(self.round.batch, more)
+        if untried and tokens[more] / (times[best] + costs.draft) > speed[best]:
+            best = more
         self._choice, self._rounds_left = best, ROUNDS_PER_CHOICE - 1
         return best
 
