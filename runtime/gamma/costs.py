@@ -64,15 +64,15 @@ class RoundCosts:
 
 
 class EarlierTexts:
-    """The fading average of the acceptance of earlier texts.
+    """The fading average of the acceptance of earlier texts, and what drafts have gained in them.
 
     prior: the acceptance assumed before there are any. parent: a more general average, which is
-    updated too.
+    updated too. gained: in plain steps.
     """
 
     def __init__(self, prior: float = PRIOR_ACCEPTANCE, parent: EarlierTexts | None = None):
         self._examined, self._accepted, self._parent = PRIOR_WEIGHT, prior * PRIOR_WEIGHT, parent
-        self.gained: float = parent.gained if parent else 0.0  # plain steps, fading too
+        self.gained: float = parent.gained if parent else 0.0
 
     def record_start(self) -> None:
         """Record the start of a text, as one token with the prior acceptance. Otherwise, texts too

@@ -70,14 +70,14 @@ class MeasuredPolicy:
 
     def __init__(self, shared: SharedGamma, base: Policy | None = None, settings: Hashable = None):
         self.shared, self.base, self.settings = shared, base, settings
-        # Both are set in the first round: a request may never run.
+        # Set in the first round: a request may never run. allowance: plain steps to lose at once.
         self.acceptance: Acceptance
+        self.allowance: float
         self.earlier_texts: EarlierTexts | None = None
         self.is_drafting = True  # otherwise the draft has been left behind
         self.room = shared.max_gamma  # the most tokens that it can have drafted
         self.unread_tokens = 0  # tokens that the draft has not read
         self.tokens, self.loss = 0, 0.0  # of the text; loss: plain steps, negative is a gain
-        self.allowance = LOSS_ALLOWANCE
 
     def begin(self) -> None:
         """Before the first round."""
@@ -199,13 +199,13 @@ class SharedGamma:
             if is_trial:
                 text.acceptance.forget()
         untimed = self.costs.gamma_to_time(batch, self.round.fixed)
-        near = self.costs.rounds_of_nearest(batch)
-        if costs := near if untimed is not None else self.costs.rounds(batch):
+        known = self.costs.rounds if untimed is None else self.costs.rounds_of_nearest
+        if costs := known(batch):
             while self._pending:
                 each = self._pending.pop(0)
                 self._learn(self.costs.rounds_if_timed(each.batch) or costs, each)
-        if untimed and near:
-            self._admit(near, texts, 0, max(0.0, self._budget(texts)))
+        if untimed and costs:
+            self._admit(costs, texts, 0, max(0.0, self._budget(texts)))
         if untimed is not None and any(text.is_drafting for text in texts):
             self.measures = True
             if untimed and is_trial:  # this is the trial
