@@ -38,6 +38,7 @@ from runtime.files.torch_files import (
 )
 
 from . import gpu_program
+from .cpp_compiler import find_cpp_compiler
 from .gpus import CCCL, cuda_toolkit
 from .keys import engine_key
 
@@ -98,7 +99,7 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
             + (f"GPU (SM={present}) or CPU" if capability else "CPU"),
             "Build on a machine with that GPU, leave SM out, or use BACKEND=tensorrt_rtx.",
         )
-    _check_compiler()
+    find_cpp_compiler()
     if capability is None or sm == "cpu":
         return cpu_targets()
     if capability < (8, 0) and dtype == "bfloat16":
@@ -106,20 +107,6 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
         raise OutriderError("option", cause, "Use DTYPE=float16.")
     _check_gpu_tools()
     return [f"sm{present}"]
-
-
-def _check_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise OutriderError(
-            "backend",
-            f"AOTInductor needs a C++ compiler, but {os.environ.get('CXX', 'g++')} was not found",
-            "Install g++, set CXX to another compiler, or use BACKEND=onnxruntime.",
-        ) from None
 
 
 def _check_gpu_tools() -> None:
@@ -178,7 +165,7 @@ def compile(
             for file in to.compiled_files:
                 encoder = file == to.encoder
                 program = read_program(graph, encoder=encoder)
-                compile_options = _compile_options(gpu)
+                compile_options = _compile_options(gpu) | {"cpp.cxx": (None, find_cpp_compiler())}
                 if gpu:
                     _fill_holes(program, graph / program_files(encoder)[1])
                     program, joined = gpu_program.adapt_to_gpu(

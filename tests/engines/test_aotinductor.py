@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
 
 import engines.__main__
-from engines import aotinductor, gpu_program, gpus
+from engines import aotinductor, cpp_compiler, gpu_program, gpus
 from engines.bundle import build
+from engines.cpp_compiler import find_cpp_compiler
 from export.program import save
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
@@ -145,14 +147,42 @@ def test_the_toolkit_is_one_whose_headers_are_whole(
     assert gpus.cuda_toolkit(None) == (without or packages)
 
 
+@pytest.fixture
+def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for compilers. What was found before is forgotten."""
+    find_cpp_compiler.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    yield tmp_path
+    find_cpp_compiler.cache_clear()
+
+
 def test_a_missing_compiler(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compilers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     asked = ["--backend", "aotinductor", "--supports", "float32", "--sm", "cpu"]
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX at import
-        assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
     assert "but no-such-compiler was not found" in error_line(capsys.readouterr().err, "backend")
+
+
+def test_a_compiler_whose_code_would_crash(
+    compilers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is passed over with a notice, and refused if there is no other."""
+    own, real = compilers / "g++", shutil.which(os.environ.get("CXX") or "g++")
+    own.write_text(f'#!/bin/sh\nexec {real} -static-libstdc++ "$@"\n')
+    own.chmod(0o755)
+    monkeypatch.setenv("CXX", str(own))
+    assert find_cpp_compiler() == "g++" and capsys.readouterr().err.count("\n") == 1
+    find_cpp_compiler.cache_clear()
+    monkeypatch.setattr(cpp_compiler.shutil, "which", lambda name: name == str(own))
+    with pytest.raises(OutriderError, match="does not link the shared C"):
+        find_cpp_compiler()
+    find_cpp_compiler.cache_clear()
+    monkeypatch.delenv("CXX")
+    monkeypatch.undo()
+    assert find_cpp_compiler() == (os.environ.get("CXX") or "g++")
+    assert not capsys.readouterr().err
 
 
 # What is compiled
@@ -216,6 +246,7 @@ def test_what_is_compiled(
     facts = read_pair(graphs).target
     assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
     on_gpu, config = target == "sm90", seen.pop("config")
+    assert config.pop("cpp.cxx") == (None, find_cpp_compiler())
     metadata = config.pop("aot_inductor.metadata", {})
     expected = aotinductor.CONFIG | (aotinductor.GPU_CONFIG if on_gpu else {})
     assert config == expected and set(metadata) == ({JOINED} if on_gpu else set())

@@ -218,6 +218,7 @@ def compare_loop(
         result[name] = {
             "wall_ms": round(1e3 * stats.time_rounds / stats.rounds, 4),
             "device_ms": round(1e3 * device / stats.rounds, 4),
+            "host_share": round(1 - device / stats.time_rounds, 4),
         }
         del engine, text, stats
         free_gpu_memory()  # before the next engine takes as much memory

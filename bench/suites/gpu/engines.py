@@ -43,8 +43,7 @@ def parser() -> argparse.ArgumentParser:
             continue
         add("--json", type=Path, metavar="FILE", help="write the report to this file")
         add("--quick", action="store_true", help="fewer settings and shorter texts")
-        if name == "check":
-            add("--only", action="append", choices=[*Checks.NAMES, "loop"])
+        add("--only", action="append", choices=[*KINDS[name].NAMES, "loop"])
     return parser
 
 

@@ -125,13 +125,17 @@ def timed_pair_parts(
     parent: folder for the pair and its report, which is also copied into the whole report. limits,
     expected: seconds for the build and for the times.
     """
-    folder, report = parent / pair, parent / f"{pair}-times.json"
+    folder, bundle = parent / pair, parent / pair / "bundle" / "manifest.json"
+    report, loop = (parent / f"{pair}-{what}.json" for what in ("times", "loop"))
     on_device = ["--device", device]
     return [
         Part(f"{pair}: build", [*ENGINES, "build", folder, "--pair", pair, *on_device], limits[0],
              min_left=min_left, expected=expected[0]),
         Part(f"{pair}: times", [*ENGINES, "times", folder, *on_device, "--json", report], limits[1],
-             writes=report, needs=folder / "bundle" / "manifest.json", expected=expected[1]),
+             writes=report, needs=bundle, expected=expected[1]),
+        # In a process of its own, which a loop that does not end is killed with.
+        Part(f"{pair}: loop", [*ENGINES, "times", folder, *on_device, "--only", "loop", "--json",
+             loop], 75, writes=loop, needs=bundle, expected=25),
         Part(f"{pair}: remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
     ]  # fmt: skip
 
