@@ -297,7 +297,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     same = [x["same_first_tokens"] for n, x in found["transformers"].items() if "rs" in n]
     assert min(same) > 20, found
     assert {path.name for path in tmp_path.iterdir()} == {
-        "log", "tiny-times.json", "bundled-check.json", "bundled-loop.json",
+        "log", "tiny-times.json", "tiny-loop.json", "bundled-check.json", "bundled-loop.json",
     }  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def test_the_gpus_side(
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()
     folder_of(place, source, source, llama_bundle)
-    timed = run_sections(Times(place, "cuda", quick=True), Times.NAMES)
+    timed = run_sections(Times(place, "cuda", quick=True), [*Times.NAMES, "loop"])
     assert timed["passed"], timed
     row = timed["rounds"]["temperature 0, gamma 2"]
     assert row["alpha"] == 1 and 0 < row["host_share"] < 1 and row["of_copy_bandwidth"] > 0
@@ -368,6 +368,7 @@ def test_the_gpus_side(
     assert timed["rounds"]["graph_nodes"]["gamma 2"] > timed["rounds"]["graph_nodes"]["gamma 0"]
     assert timed["profile"]["gamma 2"]["kernels"] == 5
     assert timed["memory"]["goal"]["limit"] == 0.1
+    assert timed["loop"]["goal"]["limit"] == 0.01 and timed["loop"]["passed"]
     assert 0 < timed["memory"]["used"]["loaded"] <= timed["memory"]["used"]["after_rounds"]
 
     names = [*Checks.NAMES, "loop"]

@@ -159,4 +159,4 @@ def test_the_plan(tmp_path):
                 place = getattr(given, "folder", None) or Path(given.out)
                 assert tmp_path not in place.parents
                 parsed += 1
-    assert parsed == 2 * 2 + 7
+    assert parsed == 2 * 3 + 7

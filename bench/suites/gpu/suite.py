@@ -87,14 +87,14 @@ def parts(out: Path, architecture: str) -> list[Part]:
     quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
     first = [
         # The first part also reads torch's gigabytes from a cold disk.
-        Part("smoke", KERNEL, 90, expected=25),
+        Part("smoke", KERNEL, 90, expected=10),
         Part(
-            "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=40
+            "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=30
         ),
-        *timed_pair_parts("1b+small", WORK_FOLDER, (220, 200), (80, 130)),
+        *timed_pair_parts("1b+small", WORK_FOLDER, (220, 200), (135, 90)),
     ]
     second = [
-        *timed_pair_parts("8b+1b", WORK_FOLDER, (240, 270), (130, 190), min_left=240),
+        *timed_pair_parts("8b+1b", WORK_FOLDER, (300, 270), (210, 120), min_left=300),
         Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=120),
     ]
     third = [
@@ -106,8 +106,8 @@ def parts(out: Path, architecture: str) -> list[Part]:
           for tool in ("memcheck", "racecheck", "synccheck")),
     ]  # fmt: skip
     return [
-        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, expected=40),
-        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, expected=20),
+        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, expected=10),
+        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, expected=15),
         *(
             replace(part, call=call)
             for call, chosen in enumerate((first, second, third), 1)
@@ -135,7 +135,7 @@ def timed_pair_parts(
              writes=report, needs=bundle, expected=expected[1]),
         # In a process of its own, which a loop that does not end is killed with.
         Part(f"{pair}: loop", [*ENGINES, "times", folder, *on_device, "--only", "loop", "--json",
-             loop], 75, writes=loop, needs=bundle, expected=25),
+             loop], 75, writes=loop, needs=bundle, expected=15),
         Part(f"{pair}: remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
     ]  # fmt: skip
 
