@@ -220,7 +220,7 @@ class Times:
         return row
 
     def slots(self) -> dict[str, Any]:
-        """All slots at once: tokens per second over all texts, and the host's share of a round."""
+        """All slots at once: tokens per second over all texts, and the time of a round."""
         result = {}
         for gamma in (0, self.middle):
             options = Options(**self._options(gamma, self.tokens))
@@ -229,12 +229,10 @@ class Times:
                 texts = dict(self.engine.batch((p, options) for p in self.prompts[:SLOTS]))
                 seconds = time.perf_counter() - begin
             first = texts[0].stats  # the others ran during most of its time
-            device = first.time_draft + first.time_verify
             tokens = sum(len(text.tokens) for text in texts.values())
             result[f"gamma {gamma}"] = {
                 "slots": SLOTS, "tokens_per_second": round(tokens / seconds, 2),
                 "wall_ms": _ms(first.time_rounds / first.rounds),
-                "host_share": round(1 - device / first.time_rounds, 4),
             }  # fmt: skip
         return result
 
