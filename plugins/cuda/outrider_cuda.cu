@@ -12,23 +12,33 @@ namespace {
 constexpr int THREADS = outrider_device::WARPS * LANES;
 constexpr int FILTER_THREADS = outrider_device::FILTER_WARPS * LANES;
 
-DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
-DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
-DEVICE int block_z() { return static_cast<int>(blockIdx.z); }
 DEVICE bool first_thread() {
   return blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
 }
 
-// Scans this block's tiles of a row.
-template <bool GENERAL>
-DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* tiles, float rate) {
+// Calls visit(k) with this warp's tiles of a row.
+template <class Visit> DEVICE void each_tile(const Call& call, int width, const Visit& visit) {
 #pragma unroll 1
   for (int j = 0; j < call.tiles_per_warp; ++j) {
     const int k = (block_x() * call.tiles_per_warp + j) * warps() + warp_id();
-    if (k * TILE >= row.width) return;
+    if (k * TILE < width) visit(k);
+  }
+}
+
+// Scans this block's tiles of row r of slot b.
+template <bool GENERAL>
+DEVICE void scan_row(const Call& call, const outrider_slot& slot, const Row& row, int b, int r) {
+  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0 && block_x() == 0) {
+    outrider_device_bins& bins = *bins_at(call, b, r);
+    for (unsigned i = threadIdx.x; i < outrider_device::BINS; i += blockDim.x) bins.sums[i] = 0;
+    bins.finished_blocks = 0;
+  }
+  outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, r);
+  const float rate = shape_of(slot).rate;
+  each_tile(call, row.width, [&](int k) {
     const outrider_device_tile tile = scan_tile<GENERAL>(row, k, rate);
     if (lane_id() == 0) tiles[k] = tile;
-  }
+  });
 }
 
 // --- verification -----------------------------------------------------------------------------
@@ -55,9 +65,9 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
   if (!takes_part(call, slot, b)) return;
   const ScanRow scanned = scan_row(call, slot, r);
   if (!scanned.needed) return;
-  scan_row<GENERAL>(call, row_of(call, slot, b, scanned), call.tiles + tiles_at(call, b, r),
-                    shape_of(slot).rate);
-  if (!last_block(call, b, static_cast<int>(gridDim.x) * scan_rows(call, slot))) return;
+  scan_row<GENERAL>(call, slot, row_of(call, slot, b, scanned), b, r);
+  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * scan_rows(call, slot)))
+    return;
   for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
     const ScanRow made = scan_row(call, slot, row);
     if (!made.needed) continue;
@@ -133,7 +143,7 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
       sum = static_cast<double>(tile_sum(w, shift));
     }
     if (k < tiles && lane_id() == 0) residual_at(call, b, y)[k] = sum;
-    if (!last_block(call, b, static_cast<int>(gridDim.x) * rows)) return;
+    if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
     if (block_rule) {
       find_tau(call, slot, b, &decision);
       __syncthreads();
@@ -163,18 +173,120 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
-  const Row row = drawn_row(call, slot, b, step);
-  outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
-  scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
-  if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
+  scan_row<GENERAL>(call, slot, drawn_row(call, slot, b, step), b, 0);
+  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
+  const int64_t at = tiles_at(call, b, 0);
   const outrider_row shape =
-      combine_tiles(slot, tiles, tiles_of(call.draft.vocab_size), call.mass + tiles_at(call, b, 0));
-  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) {
+      combine_tiles(slot, call.tiles + at, tiles_of(call.draft.vocab_size), call.mass + at);
+  if ((GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) || is_coupled(slot)) {
     if (lane_id() == 0) *row_at(call, b, 0) = shape;
     return;
   }
   __syncwarp();
   draw_draft<GENERAL>(call, slot, b, step, shape, weights);
+}
+
+// --- filters and coupling ---------------------------------------------------------------------
+
+// Finds row r of slot b, after the scan; false: it is not needed.
+template <bool DRAW>
+DEVICE bool find_row(const Call& call, const outrider_slot& slot, int b, int r, Row* row) {
+  if (!is_supported(call, slot, !DRAW)) return false;
+  if (DRAW) {
+    *row = drawn_row(call, slot, b, call.step);
+    return call.step < slot.gamma;
+  }
+  const ScanRow scanned = scan_row(call, slot, r);
+  if (scanned.needed) *row = row_of(call, slot, b, scanned);
+  return scanned.needed;
+}
+
+template <bool DRAW> DEVICE void filter(const Call& call) {
+  const outrider_slot& slot = call.slots[block_z()];
+  Row row;
+  if (find_row<DRAW>(call, slot, block_z(), block_y(), &row))
+    filter_row(call, slot, row, block_z(), block_y());
+}
+
+template <bool DRAW> DEVICE void sum_masses(const Call& call) {
+  __shared__ TileWeights weights;
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  Row row;
+  if (!find_row<DRAW>(call, slot, b, block_y(), &row)) return;
+  outrider_row shape = *row_at(call, b, block_y());
+  if (shape.status == OUTRIDER_OK && has_filters(slot, row.width)) {
+    const int64_t at = tiles_at(call, b, block_y());
+    shape.min_weight = slot.min_p;
+    each_tile(call, row.width, [&](int k) {
+      double sum = 0;
+      if (call.tiles[at + k].max >= shape.cut) {
+        float w[PER_LANE];
+        const int shift = shift_of(row, k);
+        load_tile<true>(row, k, shift, w);
+        weigh<true>(w, shift, k, shape);
+        sum = static_cast<double>(tile_sum(w, shift));
+      }
+      if (lane_id() == 0) call.mass[at + k] = sum;
+    });
+  }
+  const int rows = DRAW ? 1 : scan_rows(call, slot);
+  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
+  for (int r = warp_id(); r < static_cast<int>(gridDim.y); r += warps()) {
+    if (!find_row<DRAW>(call, slot, b, r, &row)) continue;
+    shape = *row_at(call, b, r);
+    if (shape.status == OUTRIDER_OK && has_filters(slot, row.width)) {
+      const double* mass = call.mass + tiles_at(call, b, r);
+      shape.min_weight = slot.min_p;
+      shape.total = total_of<Warp>([mass](int k) { return load_uncached(mass + k); },
+                                   tiles_of(row.width));
+      if (lane_id() == 0) *row_at(call, b, r) = shape;
+    }
+    if (DRAW && !is_coupled(slot)) draw_draft<true>(call, slot, b, call.step, shape, weights);
+  }
+  if (DRAW || (call.flags & OUTRIDER_DEVICE_COUPLED) != 0) return;
+  __syncthreads();
+  decide(call, b);
+}
+
+template <bool DRAW> DEVICE void couple(const Call& call) {
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  Row row;
+  if (!find_row<DRAW>(call, slot, b, block_y(), &row)) return;
+  if (!is_coupled(slot)) {
+    if (!DRAW && block_x() == 0 && block_y() == 0) decide(call, b);
+    return;
+  }
+  outrider_row shape = *row_at(call, b, block_y());
+  if (shape.status == OUTRIDER_OK) {
+    outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, block_y());
+    double* const quotients = call.mass + tiles_at(call, b, block_y());
+    const auto index = static_cast<uint32_t>(DRAW ? call.step : block_y());
+    double best = static_cast<double>(INF);
+    each_tile(call, row.width, [&](int k) {
+      const Least found =
+          couple_tile(slot, slot.position + index, row, shape, k, tiles[k].max, best);
+      if (found.number < best) best = found.number;
+      if (lane_id() != 0) return;
+      quotients[k] = found.number;
+      tiles[k].token = found.at;
+    });
+  }
+  const int rows = DRAW ? 1 : slot.gamma + 1;
+  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
+  for (int r = warp_id(); r < rows; r += warps()) {
+    shape = *row_at(call, b, r);
+    const int64_t at = tiles_at(call, b, r);
+    if (shape.status == OUTRIDER_OK && find_row<DRAW>(call, slot, b, r, &row))
+      couple_row(row, call.tiles + at, call.mass + at, &shape);
+    if (lane_id() != 0) continue;
+    if (DRAW) put_draft(call, b, call.step, shape);
+    else *row_at(call, b, r) = shape;
+  }
+  if (DRAW) return;
+  __syncthreads();
+  decide(call, b);
 }
 
 } // namespace
@@ -183,7 +295,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 // other structures. (NVRTC does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 200 && sizeof(outrider_loop) == 112 &&
+static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_loop) == 112 &&
                   sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
                   sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
@@ -222,30 +334,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_verify_filter(const __grid_constant__ Call call) {
-  const int b = block_z(), r = block_y();
-  const outrider_slot& slot = call.slots[b];
-  if (slot.gamma < 0 || !is_supported(call, slot, true)) return;
-  const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.needed) return;
-  const int64_t at = tiles_at(call, b, r);
-  filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
-             row_at(call, b, r));
-  const bool last = last_block(call, b, scan_rows(call, slot));
-  if (last && (call.flags & OUTRIDER_DEVICE_COUPLED) == 0) decide(call, b);
+  filter<false>(call);
 }
 
-extern "C" __global__ void __launch_bounds__(LANES)
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_verify_mass(const __grid_constant__ Call call) {
+  sum_masses<false>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
     outrider_verify_couple(const __grid_constant__ Call call) {
-  const int b = block_z(), i = block_y();
-  const outrider_slot& slot = call.slots[b];
-  if (i > slot.gamma || !is_supported(call, slot, true)) return;
-  outrider_row shape = *row_at(call, b, i);
-  if (shape.status == OUTRIDER_OK && is_coupled(slot)) {
-    couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
-               call.tiles + tiles_at(call, b, i), &shape);
-    if (lane_id() == 0) *row_at(call, b, i) = shape;
-  }
-  if (last_block(call, b, slot.gamma + 1)) decide(call, b);
+  couple<false>(call);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -270,16 +369,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_draw_filter(const __grid_constant__ Call call) {
-  __shared__ TileWeights weights;
-  const int b = block_z(), step = call.step;
-  const outrider_slot& slot = call.slots[b];
-  if (!is_supported(call, slot, false) || step >= slot.gamma) return;
-  const int64_t at = tiles_at(call, b, 0);
-  filter_row(slot, drawn_row(call, slot, b, step), call.tiles + at, call.mass + at,
-             row_at(call, b, 0));
-  __syncthreads();
-  if (warp_id() == 0)
-    draw_draft<true>(call, slot, b, step, load_uncached(row_at(call, b, 0)), weights);
+  filter<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_draw_mass(const __grid_constant__ Call call) {
+  sum_masses<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_draw_couple(const __grid_constant__ Call call) {
+  couple<true>(call);
 }
 
 // --- between the models' calls ----------------------------------------------------------------

@@ -16,7 +16,7 @@ DEVICE int32_t needed_flags(const outrider_slot& slot, bool verifies) {
   if (slot.temperature == 0) return flags;
   if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
   if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
-  if (verifies && slot.rule == OUTRIDER_COUPLED) flags |= OUTRIDER_DEVICE_COUPLED;
+  if (slot.rule == OUTRIDER_COUPLED) flags |= OUTRIDER_DEVICE_COUPLED;
   return flags;
 }
 
@@ -31,6 +31,9 @@ DEVICE outrider_row* row_at(const Call& call, int b, int r) {
 }
 DEVICE int64_t tiles_at(const Call& call, int b, int r) {
   return (static_cast<int64_t>(b) * call.row_count + r) * call.tile_count;
+}
+DEVICE outrider_device_bins* bins_at(const Call& call, int b, int r) {
+  return call.bins + static_cast<int64_t>(b) * call.row_count + r;
 }
 DEVICE double* residual_at(const Call& call, int b, int y) {
   return call.residual + (static_cast<int64_t>(b) * call.residual_count + y) * call.tile_count;
@@ -74,57 +77,81 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
 
 // --- coupling ---------------------------------------------------------------------------------
 
-// Chooses the token with the slot's noise, by one warp: couple_row of the CPU library, with first a
-// tile's groups and then a group's tokens in the lanes.
-DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
-                       const outrider_device_tile* tiles, outrider_row* shape) {
-  const int n = tiles_of(row.width), lane = lane_id();
-  double best = static_cast<double>(INF);
-  shape->token = -1;
-  // First the tiles with the maximum, which probably contain the winner; then the others.
-  for (int pass = 0; pass < 2; ++pass)
-    for (int k = 0; k < n; ++k) {
-      const float top = load_uncached(tiles + k).max;
-      if ((top == shape->peak) != (pass == 0) || top < shape->cut) continue;
-      const Noise tile = tile_noise(slot.seed, position, k);
-      if (!may_win(tile.least, best, exp2_of((top - shape->peak) * shape->rate))) continue;
-      float w[PER_LANE]; // w[q]: weight of the lane's token in group q
-      load_tile<true>(row, k, 0, w);
-      weigh<true>(w, 0, k, *shape);
-      float heaviest = 0; // largest weight of the lane's group
+// A number that is not negative, or INF, and the index of what it belongs to.
+struct Least {
+  double number;
+  int at;
+};
+
+// The least of the lanes' numbers, at the lowest index.
+DEVICE Least least_of(double number, int at) {
+  unsigned long long bits;
+  memcpy(&bits, &number, sizeof bits);
+  const unsigned high = static_cast<unsigned>(bits >> 32), low = static_cast<unsigned>(bits);
+  const unsigned top = __reduce_min_sync(ALL_LANES, high);
+  const unsigned rest = __reduce_min_sync(ALL_LANES, high == top ? low : 0xFFFFFFFFu);
+  const bool wins = high == top && low == rest;
+  const unsigned index =
+      __reduce_min_sync(ALL_LANES, wins ? static_cast<unsigned>(at) : 0xFFFFFFFFu);
+  const int winner = lowest_bit(__ballot_sync(ALL_LANES, wins));
+  return {__shfl_sync(ALL_LANES, number, winner), static_cast<int>(index)};
+}
+
+// The least quotient of noise and weight in tile k, by one warp, with first the tile's groups and
+// then a group's tokens in the lanes; INF if it exceeds `best`. The same as couple_row of the CPU
+// library finds, in another order.
+DEVICE Least couple_tile(const outrider_slot& slot, uint32_t position, const Row& row,
+                         const outrider_row& shape, int k, float top, double best) {
+  const int lane = lane_id();
+  Least found = {static_cast<double>(INF), -1};
+  if (top < shape.cut) return found;
+  const Noise tile = tile_noise(slot.seed, position, k);
+  if (!may_win(tile.least, best, exp2_of((top - shape.peak) * shape.rate))) return found;
+  float w[PER_LANE]; // w[q]: weight of the lane's token in group q
+  load_tile<true>(row, k, 0, w);
+  weigh<true>(w, 0, k, shape);
+  float heaviest = 0; // largest weight of the lane's group
 #pragma unroll
-      for (int q = 0; q < PER_LANE; ++q) {
-        const float found = from_key(__reduce_max_sync(ALL_LANES, key_of(w[q])));
-        if (q == lane) heaviest = found;
-      }
-      const Noise mine = group_noise(slot.seed, position, k, tile, lane);
+  for (int q = 0; q < PER_LANE; ++q) {
+    const float largest = as_float(__reduce_max_sync(ALL_LANES, as_bits(w[q])));
+    if (q == lane) heaviest = largest;
+  }
+  const Noise mine = group_noise(slot.seed, position, k, tile, lane);
+  const float bound = static_cast<float>(mine.least / static_cast<double>(heaviest));
+  bool open = true;
 #pragma unroll 1
-      for (int g = 0; g < TILE / GROUP; ++g) {
-        const Noise group = {__shfl_sync(ALL_LANES, mine.least, g),
-                             __shfl_sync(ALL_LANES, mine.at, g)};
-        if (!may_win(group.least, best, __shfl_sync(ALL_LANES, heaviest, g))) continue;
-        float weight = 0;
+  for (;;) { // next the group with the least bound
+    const bool may = open && may_win(mine.least, found.number < best ? found.number : best, heaviest);
+    const unsigned key = may ? as_bits(bound) : 0xFFFFFFFFu;
+    const unsigned least = __reduce_min_sync(ALL_LANES, key);
+    if (least == 0xFFFFFFFFu) return found;
+    const int g = lowest_bit(__ballot_sync(ALL_LANES, key == least));
+    if (lane == g) open = false;
+    const Noise group = {__shfl_sync(ALL_LANES, mine.least, g), __shfl_sync(ALL_LANES, mine.at, g)};
+    float weight = 0;
 #pragma unroll
-        for (int q = 0; q < PER_LANE; ++q)
-          if (q == g) weight = w[q];
-        uint32_t words[4];
-        token_words(slot.seed, position, k, g, lane, words);
-        double quotient = static_cast<double>(INF);
-        if (weight > 0) quotient = token_noise(group, lane, words) / static_cast<double>(weight);
-        int id = k * TILE + g * GROUP + lane;
-        for (int distance = 16; distance > 0; distance /= 2) {
-          const double other = __shfl_xor_sync(ALL_LANES, quotient, distance);
-          const int token = __shfl_xor_sync(ALL_LANES, id, distance);
-          const float heavy = __shfl_xor_sync(ALL_LANES, weight, distance);
-          if (other < quotient || (other == quotient && token < id))
-            quotient = other, id = token, weight = heavy;
-        }
-        if (quotient > best || (quotient == best && id > shape->token)) continue;
-        best = quotient;
-        shape->token = id;
-        shape->weight = weight;
-      }
-    }
+    for (int q = 0; q < PER_LANE; ++q)
+      if (q == g) weight = w[q];
+    uint32_t words[4];
+    token_words(slot.seed, position, k, g, lane, words);
+    const Least next = least_of(weight > 0 ? token_noise(group, lane, words) /
+                                                 static_cast<double>(weight)
+                                           : static_cast<double>(INF),
+                                k * TILE + g * GROUP + lane);
+    if (next.number < found.number || (next.number == found.number && next.at < found.at))
+      found = next;
+  }
+}
+
+// Chooses the row's token among the best of its tiles, by one warp.
+DEVICE void couple_row(const Row& row, const outrider_device_tile* tiles, const double* quotients,
+                       outrider_row* shape) {
+  Least best = {static_cast<double>(INF), -1};
+  for (int k = lane_id(); k * TILE < row.width; k += LANES)
+    if (const double quotient = load_uncached(quotients + k); quotient < best.number)
+      best = {quotient, load_uncached(tiles + k).token};
+  shape->token = least_of(best.number, best.at).at;
+  shape->weight = weight_of(logit_at(row, shape->token), shape->token, *shape);
 }
 
 // --- the accept tests -------------------------------------------------------------------------
@@ -329,18 +356,24 @@ DEVICE double residual_mass_at(const Call& call, const outrider_slot& slot, int 
   return sum / unit;
 }
 
+// Writes the outputs of a draw, by one thread.
+DEVICE void put_draft(const Call& call, int b, int step, const outrider_row& shape) {
+  const int64_t at = static_cast<int64_t>(b) * call.width + step;
+  const int32_t status = shape.status;
+  call.draft_rows[at] = shape; // even if broken: on a GPU, the verification reports it
+  call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
+  if (call.verdicts != nullptr)
+    call.verdicts[b] =
+        status == OUTRIDER_OK ? no_verdict() : verdict_of(status, OUTRIDER_DRAFT, step);
+}
+
 // Draws the draft token, by one warp, from the row's shape and tile masses, into the outputs.
 template <bool GENERAL>
 DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
                        outrider_row shape, TileWeights& weights) {
-  const int64_t at = static_cast<int64_t>(b) * call.width + step;
-  const int32_t status = shape.status;
-  if (status == OUTRIDER_OK && is_coupled(slot)) {
-    couple_row(slot, drawn_row(call, slot, b, step), slot.position + static_cast<uint32_t>(step),
-               call.tiles + tiles_at(call, b, 0), &shape);
-  } else if (status == OUTRIDER_OK && slot.temperature > 0) {
+  if (shape.status == OUTRIDER_OK && slot.temperature > 0) {
     const double u = call.uniforms != nullptr
-                         ? call.uniforms[at]
+                         ? call.uniforms[static_cast<int64_t>(b) * call.width + step]
                          : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,
                                    lane_of(slot));
     const Row row = drawn_row(call, slot, b, step);
@@ -355,12 +388,7 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
     shape.token = k * TILE + e;
     shape.weight = weights.w[TileWeights::at(e)];
   }
-  if (lane_id() != 0) return;
-  call.draft_rows[at] = shape; // even if broken: on a GPU, the verification reports it
-  call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
-  if (call.verdicts != nullptr)
-    call.verdicts[b] =
-        status == OUTRIDER_OK ? no_verdict() : verdict_of(status, OUTRIDER_DRAFT, step);
+  if (lane_id() == 0) put_draft(call, b, step, shape);
 }
 
 } // namespace

@@ -18,6 +18,9 @@ constexpr unsigned ALL_LANES = 0xFFFFFFFFu; // a bit each
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
 DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
+DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
+DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
+DEVICE int block_z() { return static_cast<int>(blockIdx.z); }
 
 // Loads what another block wrote, bypassing the L1 cache. T: a multiple of 8 bytes.
 template <class T> DEVICE T load_uncached(const T* from) {
@@ -392,14 +395,15 @@ DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction
   return choose<Warp>([sums](int k) { return load_uncached(sums + k); }, tiles, u, fraction);
 }
 
-// Whether this is the slot's last of `blocks` to finish, which may read what the others wrote.
-DEVICE bool last_block(const Call& call, int b, int blocks) {
+// Whether this is the last of `blocks` to finish, which may read what the others wrote. finished: 0
+// before and after.
+DEVICE bool last_block(uint32_t* finished, int blocks) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicAdd(call.finished_blocks + b, 1u) == static_cast<unsigned>(blocks) - 1;
-    if (last) call.finished_blocks[b] = 0; // for the next kernel
+    last = atomicAdd(finished, 1u) == static_cast<unsigned>(blocks) - 1;
+    if (last) *finished = 0;
     __threadfence();
   }
   __syncthreads();

@@ -245,7 +245,8 @@ def test_launches():
     assert launches(make_plan(FILTERS | PENALTIES)[1]) == [
         ("outrider_mark", 1, 1, 4, 512),
         ("outrider_verify_scan_general", 16, 6, 4, 256),
-        ("outrider_verify_filter", 1, 6, 4, 512),
+        ("outrider_verify_filter", 8, 6, 4, 512),
+        ("outrider_verify_mass", 16, 6, 4, 256),
         ("outrider_verify_rest_general", 16, 1, 4, 256),
     ]
 
