@@ -4,13 +4,14 @@
 // Without filters and penalties, a verification is two launches and a draw one. All kernels:
 //
 //  outrider_mark          grid (1, 1, B)               bit masks of penalised and suppressed ids
-//  outrider_*_scan        grid (tile groups, rows, B)  maximum and sum of each tile; the last block
-//                                                      of a slot combines them, decides or draws
+//  outrider_*_scan        grid (tile groups, 1, B)     maximum and sum of each tile of all rows; the
+//                                                      last block of a slot combines them, decides
+//                                                      or draws
 //  outrider_*_filter      grid (tile groups, rows, B)  top-k and top-p: a histogram of each row; the
 //                                                      last block of a row finds the cut
-//  outrider_*_mass        grid (tile groups, rows, B)  tile sums of filtered rows; the last block of
+//  outrider_*_mass        grid (tile groups, 1, B)     tile sums of filtered rows; the last block of
 //                                                      a slot decides or draws instead of the scan
-//  outrider_*_couple      grid (tile groups, rows, B)  the coupled rule's best token of each tile;
+//  outrider_*_couple      grid (tile groups, 1, B)     the coupled rule's best token of each tile;
 //                                                      the last block of a slot decides or draws
 //                                                      instead of the others
 //  outrider_verify_rest   grid (tile groups, 1, B)     tile sums of one row's residual (for the
@@ -68,7 +69,6 @@ struct outrider_device_call {
   outrider_device_bins* bins;     // [B, row_count]; or null
   uint32_t* marks;                // [B, 2, tile_count * 32] bits: penalised, suppressed; or null
   int32_t slot_count, width, row_count, residual_count, tile_count;
-  int32_t tiles_per_warp; // of the scan
   int32_t flags, step;
 };
 
@@ -86,8 +86,9 @@ using outrider::tiles_of;
 constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
                               OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
                               OUTRIDER_DEVICE_COUPLED;
-// More tiles than this are several waves of blocks on any GPU; then each warp takes two.
-constexpr int64_t MANY_TILES = 16384;
+// Blocks of a grid over tiles: as many as 132 multiprocessors run at once, so that with many tiles
+// no block starts late and each waits for the others only once.
+constexpr int32_t MAX_BLOCKS = 528;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
 
@@ -176,24 +177,24 @@ struct Kernels {
 inline void add_kernels(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
                         int32_t rows, int32_t coupled_rows, const Kernels& kernels) {
   const int32_t slots = call->slot_count;
-  const int64_t all = int64_t{tiles} * rows * slots;
-  call->tiles_per_warp = all > MANY_TILES ? 2 : 1;
-  const auto groups = [&](int32_t warps) {
-    const int32_t together = warps * call->tiles_per_warp;
-    return (tiles + together - 1) / together;
+  const auto groups = [&](int64_t count, int32_t warps, int32_t sharing) {
+    const int64_t most = MAX_BLOCKS / sharing, needed = (count + warps - 1) / warps;
+    return static_cast<int32_t>(needed < most ? needed : most > 1 ? most : 1);
   };
+  const int32_t blocks = groups(int64_t{tiles} * rows, WARPS, slots);
   const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
   const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
   const char* scan = filters || penalties ? kernels.general : kernels.scan;
   if (penalties) add_launch(plan, launch_of("outrider_mark", 1, 1, slots, FILTER_WARPS));
-  add_launch(plan, launch_of(scan, groups(WARPS), rows, slots, WARPS));
+  add_launch(plan, launch_of(scan, blocks, 1, slots, WARPS));
   if (filters) {
-    add_launch(plan,
-               launch_of(kernels.filter, groups(FILTER_WARPS), rows, slots, FILTER_WARPS));
-    add_launch(plan, launch_of(kernels.mass, groups(WARPS), rows, slots, WARPS));
+    const int32_t parts = groups(tiles, FILTER_WARPS, rows * slots);
+    add_launch(plan, launch_of(kernels.filter, parts, rows, slots, FILTER_WARPS));
+    add_launch(plan, launch_of(kernels.mass, blocks, 1, slots, WARPS));
   }
   if ((call->flags & OUTRIDER_DEVICE_COUPLED) != 0)
-    add_launch(plan, launch_of(kernels.couple, groups(WARPS), coupled_rows, slots, WARPS));
+    add_launch(plan, launch_of(kernels.couple, groups(int64_t{tiles} * coupled_rows, WARPS, slots),
+                               1, slots, WARPS));
 }
 
 // See outrider.h.

@@ -16,29 +16,24 @@ DEVICE bool first_thread() {
   return blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
 }
 
-// Calls visit(k) with this warp's tiles of a row.
-template <class Visit> DEVICE void each_tile(const Call& call, int width, const Visit& visit) {
-#pragma unroll 1
-  for (int j = 0; j < call.tiles_per_warp; ++j) {
-    const int k = (block_x() * call.tiles_per_warp + j) * warps() + warp_id();
-    if (k * TILE < width) visit(k);
-  }
+// Scans this block's tiles of a slot's rows.
+template <bool DRAW, bool GENERAL>
+DEVICE void scan_rows(const Call& call, const outrider_slot& slot, int b) {
+  const float rate = shape_of(slot).rate;
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    if (GENERAL && k == 0 && call.bins != nullptr) {
+      outrider_device_bins& bins = *bins_at(call, b, row.r);
+      for (int i = lane_id(); i < outrider_device::BINS; i += LANES) bins.sums[i] = 0;
+      bins.finished_blocks = 0;
+    }
+    const outrider_device_tile tile = scan_tile<GENERAL>(row.row, k, rate);
+    if (lane_id() == 0) call.tiles[tiles_at(call, b, row.r) + k] = tile;
+  });
 }
 
-// Scans this block's tiles of row r of slot b.
-template <bool GENERAL>
-DEVICE void scan_row(const Call& call, const outrider_slot& slot, const Row& row, int b, int r) {
-  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0 && block_x() == 0) {
-    outrider_device_bins& bins = *bins_at(call, b, r);
-    for (unsigned i = threadIdx.x; i < outrider_device::BINS; i += blockDim.x) bins.sums[i] = 0;
-    bins.finished_blocks = 0;
-  }
-  outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, r);
-  const float rate = shape_of(slot).rate;
-  each_tile(call, row.width, [&](int k) {
-    const outrider_device_tile tile = scan_tile<GENERAL>(row, k, rate);
-    if (lane_id() == 0) tiles[k] = tile;
-  });
+// Whether this is the slot's last block of a grid whose blocks all take part.
+DEVICE bool last_block(const Call& call, int b) {
+  return last_block(call.finished_blocks + b, static_cast<int>(gridDim.x));
 }
 
 // --- verification -----------------------------------------------------------------------------
@@ -55,27 +50,18 @@ DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
   return false;
 }
 
-DEVICE Row row_of(const Call& call, const outrider_slot& slot, int b, const ScanRow& scanned) {
-  return scanned.draft ? draft_row(call, slot, b, scanned.i) : target_row(call, slot, b, scanned.i);
-}
-
 template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
-  const int b = block_z(), r = block_y();
+  const int b = block_z();
   const outrider_slot& slot = call.slots[b];
   if (!takes_part(call, slot, b)) return;
-  const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.needed) return;
-  scan_row<GENERAL>(call, slot, row_of(call, slot, b, scanned), b, r);
-  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * scan_rows(call, slot)))
-    return;
-  for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
-    const ScanRow made = scan_row(call, slot, row);
-    if (!made.needed) continue;
-    const int64_t at = tiles_at(call, b, row);
-    const outrider_logits& logits = made.draft ? call.draft : call.target;
+  scan_rows<false, GENERAL>(call, slot, b);
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows_of<false>(call, slot); n += warps()) {
+    const NeededRow made = needed_row<false>(call, slot, b, n);
+    const int64_t at = tiles_at(call, b, made.r);
     const outrider_row shape =
-        combine_tiles(slot, call.tiles + at, tiles_of(logits.vocab_size), call.mass + at);
-    if (lane_id() == 0) *row_at(call, b, row) = shape;
+        combine_tiles(slot, call.tiles + at, tiles_of(made.row.width), call.mass + at);
+    if (lane_id() == 0) *row_at(call, b, made.r) = shape;
   }
   constexpr int32_t LATER = GENERAL ? OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_COUPLED
                                     : OUTRIDER_DEVICE_COUPLED;
@@ -173,8 +159,8 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
-  scan_row<GENERAL>(call, slot, drawn_row(call, slot, b, step), b, 0);
-  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
+  scan_rows<true, GENERAL>(call, slot, b);
+  if (!last_block(call, b) || warp_id() != 0) return;
   const int64_t at = tiles_at(call, b, 0);
   const outrider_row shape =
       combine_tiles(slot, call.tiles + at, tiles_of(call.draft.vocab_size), call.mass + at);
@@ -188,59 +174,47 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 
 // --- filters and coupling ---------------------------------------------------------------------
 
-// Finds row r of slot b, after the scan; false: it is not needed.
-template <bool DRAW>
-DEVICE bool find_row(const Call& call, const outrider_slot& slot, int b, int r, Row* row) {
-  if (!is_supported(call, slot, !DRAW)) return false;
-  if (DRAW) {
-    *row = drawn_row(call, slot, b, call.step);
-    return call.step < slot.gamma;
-  }
-  const ScanRow scanned = scan_row(call, slot, r);
-  if (scanned.needed) *row = row_of(call, slot, b, scanned);
-  return scanned.needed;
-}
-
 template <bool DRAW> DEVICE void filter(const Call& call) {
-  const outrider_slot& slot = call.slots[block_z()];
-  Row row;
-  if (find_row<DRAW>(call, slot, block_z(), block_y(), &row))
-    filter_row(call, slot, row, block_z(), block_y());
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  if (!is_supported(call, slot, !DRAW) || block_y() >= rows_of<DRAW>(call, slot)) return;
+  const NeededRow row = needed_row<DRAW>(call, slot, b, block_y());
+  filter_row(call, slot, row.row, b, row.r);
 }
 
 template <bool DRAW> DEVICE void sum_masses(const Call& call) {
   __shared__ TileWeights weights;
   const int b = block_z();
   const outrider_slot& slot = call.slots[b];
-  Row row;
-  if (!find_row<DRAW>(call, slot, b, block_y(), &row)) return;
-  outrider_row shape = *row_at(call, b, block_y());
-  if (shape.status == OUTRIDER_OK && has_filters(slot, row.width)) {
-    const int64_t at = tiles_at(call, b, block_y());
+  if (!is_supported(call, slot, !DRAW) || rows_of<DRAW>(call, slot) <= 0) return;
+  const auto filtered = [&](const outrider_row& shape, const Row& row) {
+    return shape.status == OUTRIDER_OK && has_filters(slot, row.width);
+  };
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    outrider_row shape = *row_at(call, b, row.r);
+    if (!filtered(shape, row.row)) return;
+    const int64_t at = tiles_at(call, b, row.r) + k;
     shape.min_weight = slot.min_p;
-    each_tile(call, row.width, [&](int k) {
-      double sum = 0;
-      if (call.tiles[at + k].max >= shape.cut) {
-        float w[PER_LANE];
-        const int shift = shift_of(row, k);
-        load_tile<true>(row, k, shift, w);
-        weigh<true>(w, shift, k, shape);
-        sum = static_cast<double>(tile_sum(w, shift));
-      }
-      if (lane_id() == 0) call.mass[at + k] = sum;
-    });
-  }
-  const int rows = DRAW ? 1 : scan_rows(call, slot);
-  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
-  for (int r = warp_id(); r < static_cast<int>(gridDim.y); r += warps()) {
-    if (!find_row<DRAW>(call, slot, b, r, &row)) continue;
-    shape = *row_at(call, b, r);
-    if (shape.status == OUTRIDER_OK && has_filters(slot, row.width)) {
-      const double* mass = call.mass + tiles_at(call, b, r);
+    double sum = 0;
+    if (call.tiles[at].max >= shape.cut) {
+      float w[PER_LANE];
+      const int shift = shift_of(row.row, k);
+      load_tile<true>(row.row, k, shift, w);
+      weigh<true>(w, shift, k, shape);
+      sum = static_cast<double>(tile_sum(w, shift));
+    }
+    if (lane_id() == 0) call.mass[at] = sum;
+  });
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows_of<DRAW>(call, slot); n += warps()) {
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    outrider_row shape = *row_at(call, b, row.r);
+    if (filtered(shape, row.row)) {
+      const double* mass = call.mass + tiles_at(call, b, row.r);
       shape.min_weight = slot.min_p;
       shape.total = total_of<Warp>([mass](int k) { return load_uncached(mass + k); },
-                                   tiles_of(row.width));
-      if (lane_id() == 0) *row_at(call, b, r) = shape;
+                                   tiles_of(row.row.width));
+      if (lane_id() == 0) *row_at(call, b, row.r) = shape;
     }
     if (DRAW && !is_coupled(slot)) draw_draft<true>(call, slot, b, call.step, shape, weights);
   }
@@ -252,37 +226,33 @@ template <bool DRAW> DEVICE void sum_masses(const Call& call) {
 template <bool DRAW> DEVICE void couple(const Call& call) {
   const int b = block_z();
   const outrider_slot& slot = call.slots[b];
-  Row row;
-  if (!find_row<DRAW>(call, slot, b, block_y(), &row)) return;
+  const int rows = rows_of<DRAW>(call, slot);
+  if (!is_supported(call, slot, !DRAW) || rows <= 0) return;
   if (!is_coupled(slot)) {
-    if (!DRAW && block_x() == 0 && block_y() == 0) decide(call, b);
+    if (!DRAW && block_x() == 0) decide(call, b);
     return;
   }
-  outrider_row shape = *row_at(call, b, block_y());
-  if (shape.status == OUTRIDER_OK) {
-    outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, block_y());
-    double* const quotients = call.mass + tiles_at(call, b, block_y());
-    const auto index = static_cast<uint32_t>(DRAW ? call.step : block_y());
-    double best = static_cast<double>(INF);
-    each_tile(call, row.width, [&](int k) {
-      const Least found =
-          couple_tile(slot, slot.position + index, row, shape, k, tiles[k].max, best);
-      if (found.number < best) best = found.number;
-      if (lane_id() != 0) return;
-      quotients[k] = found.number;
-      tiles[k].token = found.at;
-    });
-  }
-  const int rows = DRAW ? 1 : slot.gamma + 1;
-  if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
-  for (int r = warp_id(); r < rows; r += warps()) {
-    shape = *row_at(call, b, r);
-    const int64_t at = tiles_at(call, b, r);
-    if (shape.status == OUTRIDER_OK && find_row<DRAW>(call, slot, b, r, &row))
-      couple_row(row, call.tiles + at, call.mass + at, &shape);
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    const outrider_row shape = *row_at(call, b, row.r);
+    if (shape.status != OUTRIDER_OK) return;
+    const int64_t at = tiles_at(call, b, row.r) + k;
+    const auto index = static_cast<uint32_t>(DRAW ? call.step : row.r);
+    const Least found =
+        couple_tile(slot, slot.position + index, row.row, shape, k, call.tiles[at].max);
+    if (lane_id() != 0) return;
+    call.mass[at] = found.number;
+    call.tiles[at].token = found.at;
+  });
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows; n += warps()) {
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    outrider_row shape = *row_at(call, b, row.r);
+    const int64_t at = tiles_at(call, b, row.r);
+    if (shape.status == OUTRIDER_OK)
+      couple_row(row.row, call.tiles + at, call.mass + at, &shape);
     if (lane_id() != 0) continue;
     if (DRAW) put_draft(call, b, call.step, shape);
-    else *row_at(call, b, r) = shape;
+    else *row_at(call, b, row.r) = shape;
   }
   if (DRAW) return;
   __syncthreads();
@@ -372,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   filter<true>(call);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     outrider_draw_mass(const __grid_constant__ Call call) {
   sum_masses<true>(call);
 }

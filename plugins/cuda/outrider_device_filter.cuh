@@ -122,12 +122,11 @@ struct Candidates {
   }
 
   // Fills the histogram from this block's tiles of the row, with the logits from `floor` up.
-  DEVICE void count_tiles(const Call& call, const outrider_device_tile* tiles, float floor,
-                          bool counted) const {
+  DEVICE void count_tiles(const outrider_device_tile* tiles, float floor, bool counted) const {
 #pragma unroll 1
-    for (int j = 0; j < call.tiles_per_warp; ++j) {
-      const int k = (block_x() * call.tiles_per_warp + j) * warps() + warp_id();
-      if (k * TILE >= row.width || tiles[k].max < floor) continue;
+    for (int k = block_x() * warps() + warp_id(); k * TILE < row.width;
+         k += static_cast<int>(gridDim.x) * warps()) {
+      if (tiles[k].max < floor) continue;
       float z[PER_LANE];
       load_tile<true>(row, k, shift_of(row, k), z);
 #pragma unroll
@@ -264,7 +263,7 @@ DEVICE void filter_row(const Call& call, const outrider_slot& slot, const Row& r
                                                  (2.0 * row.width))) / shape.rate;
   histogram.clear();
   __syncthreads();
-  candidates.count_tiles(call, tiles, floor, top_k);
+  candidates.count_tiles(tiles, floor, top_k);
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < BINS; i += static_cast<int>(blockDim.x))
     if (const Integer sum = histogram.at(i)) atomicAdd(bins.sums + i, sum);

@@ -51,19 +51,39 @@ DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
   return is_deterministic(slot) || call.draft.data == nullptr;
 }
 
-// Row r of a scan: the target's 0 .. width, then the draft's.
-struct ScanRow {
-  bool needed, draft;
-  int i;
-};
-DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
-  const bool draft = r > call.width;
-  const int i = draft ? r - call.width - 1 : r;
-  return {draft ? i < slot.gamma && !is_deterministic(slot) : i <= slot.gamma, draft, i};
-}
-// Number of rows that are needed.
-DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
+// The number of rows that a draw or a verification needs; 0 if the slot has no part in it.
+template <bool DRAW> DEVICE int rows_of(const Call& call, const outrider_slot& slot) {
+  if (DRAW) return call.step < slot.gamma ? 1 : 0;
   return slot.gamma + 1 + (shapes_draft(call) && !is_deterministic(slot) ? slot.gamma : 0);
+}
+
+// Number n of those rows: the target's, then the draft's. r: its index in the workspace.
+struct NeededRow {
+  int r;
+  Row row;
+};
+template <bool DRAW>
+DEVICE NeededRow needed_row(const Call& call, const outrider_slot& slot, int b, int n) {
+  if (DRAW) return {0, drawn_row(call, slot, b, call.step)};
+  if (n <= slot.gamma) return {n, target_row(call, slot, b, n)};
+  const int i = n - slot.gamma - 1;
+  return {call.width + 1 + i, draft_row(call, slot, b, i)};
+}
+
+// Calls visit(row, k) with this warp's tiles of these rows. The blocks of a grid are as many as run
+// at once, and each takes several tiles if there are more.
+template <bool DRAW, class Visit>
+DEVICE void each_tile(const Call& call, const outrider_slot& slot, int b, const Visit& visit) {
+  const int tiles = DRAW                ? tiles_of(call.draft.vocab_size)
+                    : shapes_draft(call) ? call.tile_count
+                                         : tiles_of(call.target.vocab_size);
+  const int all = rows_of<DRAW>(call, slot) * tiles, step = static_cast<int>(gridDim.x) * warps();
+#pragma unroll 1
+  for (int at = block_x() * warps() + warp_id(); at < all; at += step) {
+    const int n = at / tiles, k = at - n * tiles;
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    if (k * TILE < row.row.width) visit(row, k);
+  }
 }
 
 DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int i,
@@ -98,15 +118,13 @@ DEVICE Least least_of(double number, int at) {
 }
 
 // The least quotient of noise and weight in tile k, by one warp, with first the tile's groups and
-// then a group's tokens in the lanes; INF if it exceeds `best`. The same as couple_row of the CPU
-// library finds, in another order.
+// then a group's tokens in the lanes. The order is not that of couple_row in the CPU library, the
+// least is the same.
 DEVICE Least couple_tile(const outrider_slot& slot, uint32_t position, const Row& row,
-                         const outrider_row& shape, int k, float top, double best) {
+                         const outrider_row& shape, int k, float top) {
   const int lane = lane_id();
   Least found = {static_cast<double>(INF), -1};
   if (top < shape.cut) return found;
-  const Noise tile = tile_noise(slot.seed, position, k);
-  if (!may_win(tile.least, best, exp2_of((top - shape.peak) * shape.rate))) return found;
   float w[PER_LANE]; // w[q]: weight of the lane's token in group q
   load_tile<true>(row, k, 0, w);
   weigh<true>(w, 0, k, shape);
@@ -116,12 +134,13 @@ DEVICE Least couple_tile(const outrider_slot& slot, uint32_t position, const Row
     const float largest = as_float(__reduce_max_sync(ALL_LANES, as_bits(w[q])));
     if (q == lane) heaviest = largest;
   }
-  const Noise mine = group_noise(slot.seed, position, k, tile, lane);
+  const Noise mine =
+      group_noise(slot.seed, position, k, tile_noise(slot.seed, position, k), lane);
   const float bound = static_cast<float>(mine.least / static_cast<double>(heaviest));
   bool open = true;
 #pragma unroll 1
   for (;;) { // next the group with the least bound
-    const bool may = open && may_win(mine.least, found.number < best ? found.number : best, heaviest);
+    const bool may = open && may_win(mine.least, found.number, heaviest);
     const unsigned key = may ? as_bits(bound) : 0xFFFFFFFFu;
     const unsigned least = __reduce_min_sync(ALL_LANES, key);
     if (least == 0xFFFFFFFFu) return found;

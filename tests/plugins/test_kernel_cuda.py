@@ -237,16 +237,17 @@ def test_launches():
     """One kernel for an unfiltered draw, two for an unfiltered verification."""
     assert launches(make_plan(drawing=True)[1]) == [("outrider_draw_scan", 16, 1, 4, 256)]
     assert launches(make_plan()[1]) == [
-        ("outrider_verify_scan", 16, 6, 4, 256),
+        ("outrider_verify_scan", 95, 1, 4, 256),
         ("outrider_verify_rest", 16, 1, 4, 256),
     ]
     assert launches(make_plan(cuda_kernel.BLOCK)[1])[1] == ("outrider_verify_rest", 16, 5, 4, 256)
-    assert launches(make_plan(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 8, 9, 32, 256)
-    assert launches(make_plan(FILTERS | PENALTIES)[1]) == [
+    assert launches(make_plan(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 16, 1, 32, 256)
+    assert launches(make_plan(FILTERS | PENALTIES | cuda_kernel.COUPLED)[1]) == [
         ("outrider_mark", 1, 1, 4, 512),
-        ("outrider_verify_scan_general", 16, 6, 4, 256),
+        ("outrider_verify_scan_general", 95, 1, 4, 256),
         ("outrider_verify_filter", 8, 6, 4, 512),
-        ("outrider_verify_mass", 16, 6, 4, 256),
+        ("outrider_verify_mass", 95, 1, 4, 256),
+        ("outrider_verify_couple", 95, 1, 4, 256),
         ("outrider_verify_rest_general", 16, 1, 4, 256),
     ]
 
