@@ -108,7 +108,6 @@ void run_block() {
 
 void __syncthreads() { wait(Waits::BLOCK); }
 void __syncwarp() { wait(Waits::WARP); }
-void __threadfence() {}
 void __threadfence_system() {}
 
 // --- warps ------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decisio
 
 template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   __shared__ TileWeights weights;
+  __shared__ TileSums held;
   __shared__ Decision decision;
   const int b = block_z(), y = block_y(), tiles = tiles_of(call.target.vocab_size);
   const outrider_slot& slot = call.slots[b];
@@ -110,7 +111,10 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
       const double u = uniform_of(call, slot, b, 0, RESIDUAL);
       const double* sums =
           from_residual ? residual_at(call, b, i - first) : call.mass + tiles_at(call, b, i);
-      while ((k = choose_tile(sums, tiles, u, &fraction)) < 0 && from_residual) {
+      for (;;) {
+        held.load(sums, tiles);
+        k = held.choose(sums, tiles, u, &fraction);
+        if (k >= 0 || !from_residual) break;
         from_residual = false; // an empty residual: p itself
         sums = call.mass + tiles_at(call, b, i);
       }
@@ -155,21 +159,21 @@ DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) 
 }
 
 template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
-  __shared__ TileWeights weights;
+  __shared__ DrawMemory memory;
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
   scan_rows<true, GENERAL>(call, slot, b);
   if (!last_block(call, b) || warp_id() != 0) return;
+  const bool later =
+      (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) || is_coupled(slot);
   const int64_t at = tiles_at(call, b, 0);
-  const outrider_row shape =
-      combine_tiles(slot, call.tiles + at, tiles_of(call.draft.vocab_size), call.mass + at);
-  if ((GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) || is_coupled(slot)) {
-    if (lane_id() == 0) *row_at(call, b, 0) = shape;
-    return;
-  }
+  const int tiles = tiles_of(call.draft.vocab_size);
+  double* const mass = later || tiles > TileSums::MOST ? call.mass + at : memory.mass.held;
+  const outrider_row shape = combine_tiles(slot, call.tiles + at, tiles, mass);
   __syncwarp();
-  draw_draft<GENERAL>(call, slot, b, step, shape, weights);
+  if (!later) draw_draft<GENERAL>(call, slot, b, step, shape, memory);
+  else if (lane_id() == 0) *row_at(call, b, 0) = shape;
 }
 
 // --- filters and coupling ---------------------------------------------------------------------
@@ -183,7 +187,7 @@ template <bool DRAW> DEVICE void filter(const Call& call) {
 }
 
 template <bool DRAW> DEVICE void sum_masses(const Call& call) {
-  __shared__ TileWeights weights;
+  __shared__ DrawMemory memory;
   const int b = block_z();
   const outrider_slot& slot = call.slots[b];
   if (!is_supported(call, slot, !DRAW) || rows_of<DRAW>(call, slot) <= 0) return;
@@ -191,12 +195,13 @@ template <bool DRAW> DEVICE void sum_masses(const Call& call) {
     return shape.status == OUTRIDER_OK && has_filters(slot, row.width);
   };
   each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    const int64_t at = tiles_at(call, b, row.r) + k;
+    const float top = call.tiles[at].max; // not after the row's shape: it takes as long
     outrider_row shape = *row_at(call, b, row.r);
     if (!filtered(shape, row.row)) return;
-    const int64_t at = tiles_at(call, b, row.r) + k;
     shape.min_weight = slot.min_p;
     double sum = 0;
-    if (call.tiles[at].max >= shape.cut) {
+    if (top >= shape.cut) {
       float w[PER_LANE];
       const int shift = shift_of(row.row, k);
       load_tile<true>(row.row, k, shift, w);
@@ -209,14 +214,16 @@ template <bool DRAW> DEVICE void sum_masses(const Call& call) {
   for (int n = warp_id(); n < rows_of<DRAW>(call, slot); n += warps()) {
     const NeededRow row = needed_row<DRAW>(call, slot, b, n);
     outrider_row shape = *row_at(call, b, row.r);
+    const double* const mass = call.mass + tiles_at(call, b, row.r);
+    const int tiles = tiles_of(row.row.width);
+    if (DRAW) memory.mass.load(mass, tiles);
     if (filtered(shape, row.row)) {
-      const double* mass = call.mass + tiles_at(call, b, row.r);
       shape.min_weight = slot.min_p;
-      shape.total = total_of<Warp>([mass](int k) { return load_uncached(mass + k); },
-                                   tiles_of(row.row.width));
+      shape.total = DRAW ? memory.mass.total(mass, tiles)
+                         : total_of<Warp>([mass](int k) { return load_uncached(mass + k); }, tiles);
       if (lane_id() == 0) *row_at(call, b, row.r) = shape;
     }
-    if (DRAW && !is_coupled(slot)) draw_draft<true>(call, slot, b, call.step, shape, weights);
+    if (DRAW && !is_coupled(slot)) draw_draft<true>(call, slot, b, call.step, shape, memory);
   }
   if (DRAW || (call.flags & OUTRIDER_DEVICE_COUPLED) != 0) return;
   __syncthreads();

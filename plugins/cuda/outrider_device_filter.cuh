@@ -16,8 +16,8 @@ using Integer = unsigned long long;
 
 constexpr int DIGIT_BITS = 11;
 static_assert(BINS == 1 << DIGIT_BITS);
-constexpr float BINS_PER_UNIT = 32;               // of logits; bfloat16 has fewer values beyond 4
-constexpr unsigned LISTED = 2048, RANKED = 256;   // numbers of candidates
+constexpr float BINS_PER_UNIT = 32; // of logits; beyond 4, bfloat16 has at most one value in a bin
+constexpr unsigned LISTED = 2048, RANKED = 256; // numbers of candidates
 
 // 64-bit sums in two words, because shared memory adds at most 32 bits in one instruction.
 struct Histogram {
@@ -96,22 +96,23 @@ struct FilterMemory {
   bool found, divided;
 };
 
-// The candidates for the last token that a filter keeps: those with a depth in [first, end), in
+// The candidates for the last token that a filter keeps: those with a depth in [first, last], in
 // units of bins. If they are too many for the list, `each` reads the whole row again, slowly.
 struct Candidates {
   const Row& row;
   FilterMemory& memory;
   outrider_row shape;
   float scale; // of fixed-point masses
-  float first, end;
+  float first, last;
 
-  DEVICE float depth_of(float z) const {
-    const float depth = (shape.peak - z) * BINS_PER_UNIT;
-    return depth < BINS - 1 ? depth : BINS - 1;
+  DEVICE float depth_of(float z) const { return (shape.peak - z) * BINS_PER_UNIT; }
+  DEVICE int bin_of(float z) const {
+    const float depth = depth_of(z);
+    return depth < BINS ? static_cast<int>(depth) : BINS - 1;
   }
   DEVICE bool contain(float z) const {
     const float depth = depth_of(z);
-    return first <= depth && depth < end;
+    return (first <= depth) & (depth <= last);
   }
   DEVICE Integer mass_of(float z) const {
     return static_cast<Integer>(fixed(exp2_of((z - shape.peak) * shape.rate), scale));
@@ -133,7 +134,7 @@ struct Candidates {
       for (int q = 0; q < PER_LANE; ++q) {
         if (!(z[q] >= floor && z[q] > -INF)) continue;
         const Integer value = counted ? 1 : mass_of(z[q]);
-        if (value != 0) memory.histogram.add(static_cast<int>(depth_of(z[q])), value);
+        if (value != 0) memory.histogram.add(bin_of(z[q]), value);
       }
     }
   }
@@ -143,15 +144,22 @@ struct Candidates {
     __syncthreads();
 #pragma unroll 1
     for (int k = warp_id(); k * TILE < row.width; k += warps()) {
-      if (depth_of(tiles[k].max) >= end) continue;
+      if (depth_of(tiles[k].max) > last) continue;
       float z[PER_LANE];
       const int shift = shift_of(row, k);
       load_tile<true>(row, k, shift, z);
 #pragma unroll
-      for (int q = 0; q < PER_LANE; ++q) {
-        if (!contain(z[q])) continue;
-        const unsigned at = atomicAdd(&memory.count, 1u);
-        if (at < LISTED) memory.places[at] = place_of(z[q], k * TILE + element(q, shift));
+      for (int part = 0; part < PER_LANE; part += 8) { // which seldom contains any
+        bool any = false;
+#pragma unroll
+        for (int q = part; q < part + 8; ++q) any |= contain(z[q]);
+        if (!any) continue;
+#pragma unroll
+        for (int q = part; q < part + 8; ++q) {
+          if (!contain(z[q])) continue;
+          const unsigned at = atomicAdd(&memory.count, 1u);
+          if (at < LISTED) memory.places[at] = place_of(z[q], k * TILE + element(q, shift));
+        }
       }
     }
     __syncthreads();
@@ -285,7 +293,8 @@ DEVICE void filter_row(const Call& call, const outrider_slot& slot, const Row& r
   if (bin >= 0) {
     target -= top_k ? 0 : histogram.before;
     candidates.first = static_cast<float>(top_k ? 0 : bin);
-    candidates.end = static_cast<float>(bin + 1);
+    if (bin + 1 < BINS) // the number before bin + 1
+      candidates.last = as_float(as_bits(static_cast<float>(bin + 1)) - 1);
   } else if (!(top_k && top_p)) {
     return; // top_k is not below the number of tokens, or top_p is 1 up to rounding
   }

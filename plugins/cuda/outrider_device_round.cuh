@@ -386,10 +386,15 @@ DEVICE void put_draft(const Call& call, int b, int step, const outrider_row& sha
         status == OUTRIDER_OK ? no_verdict() : verdict_of(status, OUTRIDER_DRAFT, step);
 }
 
+struct DrawMemory {
+  TileWeights weights;
+  TileSums mass;
+};
+
 // Draws the draft token, by one warp, from the row's shape and tile masses, into the outputs.
 template <bool GENERAL>
 DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
-                       outrider_row shape, TileWeights& weights) {
+                       outrider_row shape, DrawMemory& memory) {
   if (shape.status == OUTRIDER_OK && slot.temperature > 0) {
     const double u = call.uniforms != nullptr
                          ? call.uniforms[static_cast<int64_t>(b) * call.width + step]
@@ -397,15 +402,15 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
                                    lane_of(slot));
     const Row row = drawn_row(call, slot, b, step);
     double fraction = 0;
-    const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft.vocab_size), u,
-                              &fraction);
+    const int k = memory.mass.choose(call.mass + tiles_at(call, b, 0), tiles_of(row.width), u,
+                                     &fraction);
     const int shift = shift_of(row, k);
     float w[PER_LANE];
     load_tile<GENERAL>(row, k, shift, w);
     weigh<GENERAL>(w, shift, k, shape);
-    const int e = weights.choose(w, shift, fraction);
+    const int e = memory.weights.choose(w, shift, fraction);
     shape.token = k * TILE + e;
-    shape.weight = weights.w[TileWeights::at(e)];
+    shape.weight = memory.weights.w[TileWeights::at(e)];
   }
   if (lane_id() == 0) put_draft(call, b, step, shape);
 }

@@ -391,8 +391,36 @@ struct TileWeights {
   }
 };
 
-DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction) {
-  return choose<Warp>([sums](int k) { return load_uncached(sums + k); }, tiles, u, fraction);
+// The sums of tiles, for one warp that reads them several times: in shared memory if they fit.
+struct TileSums {
+  static constexpr int MOST = 512;
+  double held[MOST];
+
+  DEVICE void load(const double* sums, int n) {
+    for (int k = lane_id(); k < n && n <= MOST; k += LANES) held[k] = load_uncached(sums + k);
+    __syncwarp();
+  }
+  DEVICE double at(const double* sums, int n, int k) const {
+    return n <= MOST ? held[k] : load_uncached(sums + k);
+  }
+  DEVICE double total(const double* sums, int n) const {
+    return total_of<Warp>([&](int k) { return at(sums, n, k); }, n);
+  }
+  DEVICE int choose(const double* sums, int n, double u, double* fraction) const {
+    return outrider::choose<Warp>([&](int k) { return at(sums, n, k); }, n, u, fraction);
+  }
+};
+
+// Adds 1. What the block's threads wrote before their last barrier is visible to whoever reads a
+// later number, and the reverse. Two fences would be sequentially consistent, which takes longer.
+DEVICE uint32_t add_finished(uint32_t* finished) {
+#if defined(__CUDA_ARCH__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(finished) : "memory");
+  return before;
+#else
+  return atomicAdd(finished, 1u);
+#endif
 }
 
 // Whether this is the last of `blocks` to finish, which may read what the others wrote. finished: 0
@@ -401,10 +429,8 @@ DEVICE bool last_block(uint32_t* finished, int blocks) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(finished, 1u) == static_cast<unsigned>(blocks) - 1;
+    last = add_finished(finished) == static_cast<unsigned>(blocks) - 1;
     if (last) *finished = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
