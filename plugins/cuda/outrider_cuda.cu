@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   filter<false>(call);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     outrider_verify_mass(const __grid_constant__ Call call) {
   sum_masses<false>(call);
 }

@@ -9,21 +9,22 @@ namespace {
 
 constexpr int MAX_ROWS = OUTRIDER_MAX_WIDTH + 1;
 
-// The flags that a slot needs.
+// The flags that a slot needs. Without branches, as is_valid.
 DEVICE int32_t needed_flags(const outrider_slot& slot, bool verifies) {
-  int32_t flags = 0;
-  if (has_penalty(slot) || has_suppression(slot)) flags |= OUTRIDER_DEVICE_PENALTIES;
-  if (slot.temperature == 0) return flags;
-  if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
-  if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
-  if (slot.rule == OUTRIDER_COUPLED) flags |= OUTRIDER_DEVICE_COUPLED;
-  return flags;
+  const bool random = slot.temperature != 0;
+  const bool filters = random & ((slot.top_k > 0) | (slot.top_p < 1) | (slot.min_p > 0));
+  const bool penalties = has_penalty(slot) | has_suppression(slot);
+  const bool blockwise = random & verifies & (slot.rule == OUTRIDER_BLOCK);
+  const bool coupled = random & (slot.rule == OUTRIDER_COUPLED);
+  return filters * OUTRIDER_DEVICE_FILTERS | penalties * OUTRIDER_DEVICE_PENALTIES |
+         blockwise * OUTRIDER_DEVICE_BLOCK | coupled * OUTRIDER_DEVICE_COUPLED;
 }
 
 // Whether this plan supports the slot. Only the CPU library supports counts of ids and biases.
 DEVICE bool is_supported(const Call& call, const outrider_slot& slot, bool verifies) {
-  return is_valid(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
-         slot.bias_length == 0 && (needed_flags(slot, verifies) & ~call.flags) == 0;
+  return is_valid(slot, call.width) & (slot.frequency_penalty == 0) &
+         (slot.presence_penalty == 0) & (slot.bias_length == 0) &
+         ((needed_flags(slot, verifies) & ~call.flags) == 0);
 }
 
 DEVICE outrider_row* row_at(const Call& call, int b, int r) {
@@ -183,16 +184,18 @@ struct Position {
 };
 
 DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
+  // All loads that do not depend on others come first.
+  const bool drafted = i < slot.gamma;
+  const bool has_row = drafted && (call.draft_rows != nullptr || call.draft.data != nullptr);
   const outrider_row p_row = load_uncached(row_at(call, b, i));
+  const outrider_row q_row = has_row ? draft_shape(call, b, i) : p_row;
+  const int64_t token = drafted ? call.drafts[static_cast<int64_t>(b) * call.width + i] : -1;
   Position at = {0, 1, 0, p_row.status, OUTRIDER_TARGET};
-  if (at.status != OUTRIDER_OK || i == slot.gamma) return at;
-  if (call.draft_rows != nullptr) {
-    at.status = call.draft_rows[static_cast<int64_t>(b) * call.width + i].status;
-    at.model = OUTRIDER_DRAFT;
-    if (at.status != OUTRIDER_OK) return at;
-    at.model = OUTRIDER_TARGET;
+  if (at.status != OUTRIDER_OK || !drafted) return at;
+  if (call.draft_rows != nullptr && q_row.status != OUTRIDER_OK) {
+    at.status = q_row.status, at.model = OUTRIDER_DRAFT;
+    return at;
   }
-  const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
   const int id = static_cast<int>(token);
   const Row target = target_row(call, slot, b, i);
   const bool in_p = token >= 0 && token < target.width;
@@ -212,7 +215,6 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
     if (sigmoid) at.status = OUTRIDER_NO_DRAFT_LOGITS, at.model = OUTRIDER_DRAFT;
     return at;
   }
-  const outrider_row q_row = draft_shape(call, b, i);
   if (shapes_draft(call) && q_row.status != OUTRIDER_OK) {
     at.status = q_row.status, at.model = OUTRIDER_DRAFT;
     return at;

@@ -201,7 +201,7 @@ DEVICE float logit_at(const Row& row, int64_t id) {
 
 DEVICE bool has_penalty(const outrider_slot& slot) { return slot.repetition_penalty != 1; }
 DEVICE bool has_suppression(const outrider_slot& slot) {
-  return slot.suppress_rows > 0 && slot.suppress_length > 0;
+  return (slot.suppress_rows > 0) & (slot.suppress_length > 0);
 }
 
 // Row i of slot b's round: row `at` of its logits.
