@@ -3,9 +3,9 @@
 // no allocation, no host synchronisation and no atomic operation whose order matters, so a captured
 // graph can replay the launches. Compiled by NVRTC (no toolkit) or nvcc, with -fmad=false. The
 // results are bitwise those of the CPU library.
+#include "outrider_device_couple.cuh"
 #include "outrider_device_filter.cuh"
 #include "outrider_device_loop.cuh"
-#include "outrider_device_round.cuh"
 
 namespace {
 

@@ -139,28 +139,35 @@ struct Candidates {
     }
   }
 
+  // Adds the tile's candidates to the list, by one warp.
+  DEVICE void list_tile(int k) const {
+    float z[PER_LANE];
+    const int shift = shift_of(row, k);
+    load_tile<true>(row, k, shift, z);
+#pragma unroll
+    for (int part = 0; part < PER_LANE; part += 8) { // which seldom contains any
+      bool any = false;
+#pragma unroll
+      for (int q = part; q < part + 8; ++q) any |= contain(z[q]);
+      if (!any) continue;
+#pragma unroll
+      for (int q = part; q < part + 8; ++q) {
+        if (!contain(z[q])) continue;
+        const unsigned at = atomicAdd(&memory.count, 1u);
+        if (at < LISTED) memory.places[at] = place_of(z[q], k * TILE + element(q, shift));
+      }
+    }
+  }
+
   DEVICE void list(const outrider_device_tile* tiles) const {
     if (threadIdx.x == 0) memory.count = 0;
     __syncthreads();
+    for (int from = warp_id(); from * TILE < row.width; from += LANES * warps()) {
+      const int mine = from + lane_id() * warps();
+      uint32_t visits =
+          __ballot_sync(ALL_LANES, mine * TILE < row.width && depth_of(tiles[mine].max) <= last);
 #pragma unroll 1
-    for (int k = warp_id(); k * TILE < row.width; k += warps()) {
-      if (depth_of(tiles[k].max) > last) continue;
-      float z[PER_LANE];
-      const int shift = shift_of(row, k);
-      load_tile<true>(row, k, shift, z);
-#pragma unroll
-      for (int part = 0; part < PER_LANE; part += 8) { // which seldom contains any
-        bool any = false;
-#pragma unroll
-        for (int q = part; q < part + 8; ++q) any |= contain(z[q]);
-        if (!any) continue;
-#pragma unroll
-        for (int q = part; q < part + 8; ++q) {
-          if (!contain(z[q])) continue;
-          const unsigned at = atomicAdd(&memory.count, 1u);
-          if (at < LISTED) memory.places[at] = place_of(z[q], k * TILE + element(q, shift));
-        }
-      }
+      for (; visits != 0; visits &= visits - 1) list_tile(from + lowest_bit(visits) * warps());
     }
     __syncthreads();
   }

@@ -9,6 +9,31 @@ namespace {
 
 constexpr int MAX_ROWS = OUTRIDER_MAX_WIDTH + 1;
 
+// Adds 1. What the block's threads wrote before their last barrier is visible to whoever reads a
+// later number, and the reverse. Two fences would be sequentially consistent, which takes longer.
+DEVICE uint32_t add_finished(uint32_t* finished) {
+#if defined(__CUDA_ARCH__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(finished) : "memory");
+  return before;
+#else
+  return atomicAdd(finished, 1u);
+#endif
+}
+
+// Whether this is the last of `blocks` to finish, which may read what the others wrote. finished: 0
+// before and after.
+DEVICE bool last_block(uint32_t* finished, int blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = add_finished(finished) == static_cast<unsigned>(blocks) - 1;
+    if (last) *finished = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
 // The flags that a slot needs. Without branches, as is_valid.
 DEVICE int32_t needed_flags(const outrider_slot& slot, bool verifies) {
   const bool random = slot.temperature != 0;
@@ -94,84 +119,6 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
     return call.uniforms[static_cast<int64_t>(b) * (call.width + 1) +
                          (purpose == RESIDUAL ? call.width : i)];
   return uniform(slot.seed, slot.position + static_cast<uint32_t>(i), purpose, lane_of(slot));
-}
-
-// --- coupling ---------------------------------------------------------------------------------
-
-// A number that is not negative, or INF, and the index of what it belongs to.
-struct Least {
-  double number;
-  int at;
-};
-
-// The least of the lanes' numbers, at the lowest index.
-DEVICE Least least_of(double number, int at) {
-  unsigned long long bits;
-  memcpy(&bits, &number, sizeof bits);
-  const unsigned high = static_cast<unsigned>(bits >> 32), low = static_cast<unsigned>(bits);
-  const unsigned top = __reduce_min_sync(ALL_LANES, high);
-  const unsigned rest = __reduce_min_sync(ALL_LANES, high == top ? low : 0xFFFFFFFFu);
-  const bool wins = high == top && low == rest;
-  const unsigned index =
-      __reduce_min_sync(ALL_LANES, wins ? static_cast<unsigned>(at) : 0xFFFFFFFFu);
-  const int winner = lowest_bit(__ballot_sync(ALL_LANES, wins));
-  return {__shfl_sync(ALL_LANES, number, winner), static_cast<int>(index)};
-}
-
-// The least quotient of noise and weight in tile k, by one warp, with first the tile's groups and
-// then a group's tokens in the lanes. The order is not that of couple_row in the CPU library, the
-// least is the same.
-DEVICE Least couple_tile(const outrider_slot& slot, uint32_t position, const Row& row,
-                         const outrider_row& shape, int k, float top) {
-  const int lane = lane_id();
-  Least found = {static_cast<double>(INF), -1};
-  if (top < shape.cut) return found;
-  float w[PER_LANE]; // w[q]: weight of the lane's token in group q
-  load_tile<true>(row, k, 0, w);
-  weigh<true>(w, 0, k, shape);
-  float heaviest = 0; // largest weight of the lane's group
-#pragma unroll
-  for (int q = 0; q < PER_LANE; ++q) {
-    const float largest = as_float(__reduce_max_sync(ALL_LANES, as_bits(w[q])));
-    if (q == lane) heaviest = largest;
-  }
-  const Noise mine =
-      group_noise(slot.seed, position, k, tile_noise(slot.seed, position, k), lane);
-  const float bound = static_cast<float>(mine.least / static_cast<double>(heaviest));
-  bool open = true;
-#pragma unroll 1
-  for (;;) { // next the group with the least bound
-    const bool may = open && may_win(mine.least, found.number, heaviest);
-    const unsigned key = may ? as_bits(bound) : 0xFFFFFFFFu;
-    const unsigned least = __reduce_min_sync(ALL_LANES, key);
-    if (least == 0xFFFFFFFFu) return found;
-    const int g = lowest_bit(__ballot_sync(ALL_LANES, key == least));
-    if (lane == g) open = false;
-    const Noise group = {__shfl_sync(ALL_LANES, mine.least, g), __shfl_sync(ALL_LANES, mine.at, g)};
-    float weight = 0;
-#pragma unroll
-    for (int q = 0; q < PER_LANE; ++q)
-      if (q == g) weight = w[q];
-    uint32_t words[4];
-    token_words(slot.seed, position, k, g, lane, words);
-    const Least next = least_of(weight > 0 ? token_noise(group, lane, words) /
-                                                 static_cast<double>(weight)
-                                           : static_cast<double>(INF),
-                                k * TILE + g * GROUP + lane);
-    if (next.number < found.number || (next.number == found.number && next.at < found.at))
-      found = next;
-  }
-}
-
-// Chooses the row's token among the best of its tiles, by one warp.
-DEVICE void couple_row(const Row& row, const outrider_device_tile* tiles, const double* quotients,
-                       outrider_row* shape) {
-  Least best = {static_cast<double>(INF), -1};
-  for (int k = lane_id(); k * TILE < row.width; k += LANES)
-    if (const double quotient = load_uncached(quotients + k); quotient < best.number)
-      best = {quotient, load_uncached(tiles + k).token};
-  shape->token = least_of(best.number, best.at).at;
-  shape->weight = weight_of(logit_at(row, shape->token), shape->token, *shape);
 }
 
 // --- the accept tests -------------------------------------------------------------------------

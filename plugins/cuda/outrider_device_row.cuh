@@ -411,30 +411,5 @@ struct TileSums {
   }
 };
 
-// Adds 1. What the block's threads wrote before their last barrier is visible to whoever reads a
-// later number, and the reverse. Two fences would be sequentially consistent, which takes longer.
-DEVICE uint32_t add_finished(uint32_t* finished) {
-#if defined(__CUDA_ARCH__)
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(finished) : "memory");
-  return before;
-#else
-  return atomicAdd(finished, 1u);
-#endif
-}
-
-// Whether this is the last of `blocks` to finish, which may read what the others wrote. finished: 0
-// before and after.
-DEVICE bool last_block(uint32_t* finished, int blocks) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = add_finished(finished) == static_cast<unsigned>(blocks) - 1;
-    if (last) *finished = 0;
-  }
-  __syncthreads();
-  return last;
-}
-
 } // namespace
 #endif
