@@ -4,12 +4,16 @@
 // Without filters and penalties, a verification is two launches and a draw one. All kernels:
 //
 //  outrider_mark          grid (1, 1, B)               bit masks of penalised and suppressed ids
-//  outrider_*_scan        grid (tile groups, rows, B)  maximum and sum of each tile; the last block
-//                                                      of a slot combines them, decides or draws
-//  outrider_*_filter      grid (1, rows, B)            top-k, top-p, min-p of a row; the last block
-//                                                      of a slot decides or draws instead
-//  outrider_verify_couple grid (1, rows, B)            the coupled rule's token of each row; the
-//                                                      last block of a slot decides instead
+//  outrider_*_scan        grid (tile groups, 1, B)     maximum and sum of each tile of all rows; the
+//                                                      last block of a slot combines them, decides
+//                                                      or draws
+//  outrider_*_filter      grid (tile groups, rows, B)  top-k and top-p: a histogram of each row; the
+//                                                      last block of a row finds the cut
+//  outrider_*_mass        grid (tile groups, 1, B)     tile sums of filtered rows; the last block of
+//                                                      a slot decides or draws instead of the scan
+//  outrider_*_couple      grid (tile groups, 1, B)     the coupled rule's best token of each tile;
+//                                                      the last block of a slot decides or draws
+//                                                      instead of the others
 //  outrider_verify_rest   grid (tile groups, 1, B)     tile sums of one row's residual (for the
 //                                                      block rule, of up to `width` rows); the last
 //                                                      block of a slot draws
@@ -20,6 +24,7 @@
 
 namespace outrider_device {
 constexpr int32_t WARPS = 8, FILTER_WARPS = 16; // per block
+constexpr int32_t BINS = 2048;                  // of the filters' histograms
 }
 
 // The scan's result for one tile. In a broken tile the maximum is NaN or +inf, whichever was found.
@@ -27,8 +32,14 @@ struct outrider_device_tile {
   float max;
   union {
     float sum;     // of exponentials, relative to the maximum
-    int32_t token; // at temperature 0: the lowest argmax
+    int32_t token; // at temperature 0: the lowest argmax; coupled: that of the least quotient
   };
+};
+
+// A row's histogram for top-k and top-p, zeroed by the scan.
+struct outrider_device_bins {
+  unsigned long long sums[outrider_device::BINS];
+  uint32_t finished_blocks, reserved;
 };
 
 // The state of a slot's round between two kernels.
@@ -51,12 +62,13 @@ struct outrider_device_call {
   uint32_t* finished_blocks;      // [B] 0 between kernels; workspace from here on
   outrider_row* rows;             // [B, row_count]: width + 1 of the target, width of the draft
   outrider_device_tile* tiles;    // [B, row_count, tile_count]
-  double* mass;                   // [B, row_count, tile_count], relative to the row's maximum
+  double* mass;                   // [B, row_count, tile_count], relative to the row's maximum; of a
+                                  // coupled slot in the end: the tiles' least quotients
   double* residual;               // [B, residual_count, tile_count]
   outrider_device_state* states;  // [B]
+  outrider_device_bins* bins;     // [B, row_count]; or null
   uint32_t* marks;                // [B, 2, tile_count * 32] bits: penalised, suppressed; or null
   int32_t slot_count, width, row_count, residual_count, tile_count;
-  int32_t tiles_per_warp; // of the scan
   int32_t flags, step;
 };
 
@@ -74,8 +86,9 @@ using outrider::tiles_of;
 constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
                               OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
                               OUTRIDER_DEVICE_COUPLED;
-// More tiles than this are several waves of blocks on any GPU; then each warp takes two.
-constexpr int64_t MANY_TILES = 16384;
+// Blocks of a grid over tiles: as many as 132 multiprocessors run at once, so that with many tiles
+// no block starts late and each waits for the others only once.
+constexpr int32_t MAX_BLOCKS = 528;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
 
@@ -108,6 +121,9 @@ inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t wor
   call->residual = carver.take<double>(slots * static_cast<size_t>(call->residual_count) * tiles);
   call->states = carver.take<outrider_device_state>(slots);
   call->ratios = carver.take<double>(slots * static_cast<size_t>(s.width)); // unless given
+  const bool filters = (s.flags & OUTRIDER_DEVICE_FILTERS) != 0;
+  call->bins = carver.take<outrider_device_bins>(filters ? rows : 0);
+  if (!filters) call->bins = nullptr;
   const bool marks = (s.flags & OUTRIDER_DEVICE_PENALTIES) != 0;
   uint32_t* const bits = carver.take<uint32_t>(marks ? slots * 2 * tiles * (TILE / 32) : 0);
   call->marks = marks ? bits : nullptr;
@@ -153,19 +169,32 @@ inline void add_launch(outrider_device_plan* plan, const outrider_device_launch&
   plan->launches[plan->launch_count++] = launch;
 }
 
-// Adds the kernels up to a decision or a draw. general: the scan with penalties and filters.
-inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
-                     int32_t rows, const char* plain, const char* general, const char* filter) {
-  const int64_t all = int64_t{tiles} * rows * call->slot_count;
-  call->tiles_per_warp = all > MANY_TILES ? 2 : 1;
-  const int32_t groups =
-      (tiles + WARPS * call->tiles_per_warp - 1) / (WARPS * call->tiles_per_warp);
+// The names of the kernels up to a decision or a draw. general: the scan with penalties and filters.
+struct Kernels {
+  const char *scan, *general, *filter, *mass, *couple;
+};
+
+inline void add_kernels(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
+                        int32_t rows, int32_t coupled_rows, const Kernels& kernels) {
+  const int32_t slots = call->slot_count;
+  const auto groups = [&](int64_t count, int32_t warps, int32_t sharing) {
+    const int64_t most = MAX_BLOCKS / sharing, needed = (count + warps - 1) / warps;
+    return static_cast<int32_t>(needed < most ? needed : most > 1 ? most : 1);
+  };
+  const int32_t blocks = groups(int64_t{tiles} * rows, WARPS, slots);
   const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
   const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
-  const char* scan = filters || penalties ? general : plain;
-  if (penalties) add_launch(plan, launch_of("outrider_mark", 1, 1, call->slot_count, FILTER_WARPS));
-  add_launch(plan, launch_of(scan, groups, rows, call->slot_count, WARPS));
-  if (filters) add_launch(plan, launch_of(filter, 1, rows, call->slot_count, FILTER_WARPS));
+  const char* scan = filters || penalties ? kernels.general : kernels.scan;
+  if (penalties) add_launch(plan, launch_of("outrider_mark", 1, 1, slots, FILTER_WARPS));
+  add_launch(plan, launch_of(scan, blocks, 1, slots, WARPS));
+  if (filters) {
+    const int32_t parts = groups(tiles, FILTER_WARPS, rows * slots);
+    add_launch(plan, launch_of(kernels.filter, parts, rows, slots, FILTER_WARPS));
+    add_launch(plan, launch_of(kernels.mass, blocks, 1, slots, WARPS));
+  }
+  if ((call->flags & OUTRIDER_DEVICE_COUPLED) != 0)
+    add_launch(plan, launch_of(kernels.couple, groups(int64_t{tiles} * coupled_rows, WARPS, slots),
+                               1, slots, WARPS));
 }
 
 // See outrider.h.
@@ -185,8 +214,9 @@ inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logi
   call.draft_rows = rows;
   call.verdicts = verdicts;
   call.step = step;
-  add_scan(plan, &call, tiles_of(logits->vocab_size), 1, "outrider_draw_scan",
-           "outrider_draw_scan_general", "outrider_draw_filter");
+  add_kernels(plan, &call, tiles_of(logits->vocab_size), 1, 1,
+              {"outrider_draw_scan", "outrider_draw_scan_general", "outrider_draw_filter",
+               "outrider_draw_mass", "outrider_draw_couple"});
   std::memcpy(plan->call, &call, sizeof call);
   return OUTRIDER_OK;
 }
@@ -214,10 +244,9 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   call.verdicts = verdicts;
   if (ratios != nullptr) call.ratios = ratios;
   const int32_t tiles = shapes ? call.tile_count : tiles_of(target->vocab_size);
-  add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
-           "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");
-  if ((call.flags & OUTRIDER_DEVICE_COUPLED) != 0)
-    add_launch(plan, launch_of("outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1));
+  add_kernels(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0), sizes->width + 1,
+              {"outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter",
+               "outrider_verify_mass", "outrider_verify_couple"});
   const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
   const char* rest = general ? "outrider_verify_rest_general" : "outrider_verify_rest";
   const int32_t groups = (tiles_of(target->vocab_size) + WARPS - 1) / WARPS;

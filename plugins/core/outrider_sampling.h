@@ -422,21 +422,25 @@ OUTRIDER_HD int64_t nucleus_mass(double top_p, double total) {
 // --- a slot's parameters ----------------------------------------------------------------------
 
 // The ranges of SamplingParams in runtime/sampling/warp.py. Each comparison is false for NaN.
+// Without branches, since on a GPU each would wait for another load.
 OUTRIDER_HD bool is_valid(const outrider_slot& s, int width) {
-  const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
-  const bool ids = s.context_length >= 0 && s.output_start >= 0 && s.suppress_length >= 0 &&
-                   s.bias_length >= 0 && (s.context != nullptr || s.context_length == 0) &&
-                   (s.suppress != nullptr || s.suppress_length == 0) &&
-                   ((s.bias_ids != nullptr && s.biases != nullptr) || s.bias_length == 0);
-  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_COUPLED &&
-                    (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
-                    !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
-  return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
-         s.min_p >= 0 && s.min_p <= 1 && s.repetition_penalty > 0 &&
-         s.repetition_penalty < INF && s.frequency_penalty > -INF && s.frequency_penalty < INF &&
-         s.presence_penalty > -INF && s.presence_penalty < INF && s.lenience > 0 && s.lenience <= 1 &&
-         s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
-         s.index >= 0;
+  const bool temperature =
+      (s.temperature == 0) | ((s.temperature >= 1e-7f) & (s.temperature <= 1e7f));
+  const bool ids = (s.context_length >= 0) & (s.output_start >= 0) & (s.suppress_length >= 0) &
+                   (s.bias_length >= 0) & ((s.context != nullptr) | (s.context_length == 0)) &
+                   ((s.suppress != nullptr) | (s.suppress_length == 0)) &
+                   (((s.bias_ids != nullptr) & (s.biases != nullptr)) | (s.bias_length == 0));
+  const bool rule = (s.rule >= OUTRIDER_TOKEN) & (s.rule <= OUTRIDER_COUPLED) &
+                    ((s.rule == OUTRIDER_TOKEN) | (s.lenience == 1)) &
+                    !((s.rule == OUTRIDER_SIGMOID) & (s.temperature == 0));
+  const bool filters = (s.top_k >= 0) & (s.top_p > 0) & (s.top_p <= 1) & (s.min_p >= 0) &
+                       (s.min_p <= 1);
+  const bool penalties = (s.repetition_penalty > 0) & (s.repetition_penalty < INF) &
+                         (s.frequency_penalty > -INF) & (s.frequency_penalty < INF) &
+                         (s.presence_penalty > -INF) & (s.presence_penalty < INF);
+  return temperature & ids & rule & filters & penalties & (s.lenience > 0) & (s.lenience <= 1) &
+         (s.sigmoid_alpha < 0) & (s.sigmoid_beta > 0) & (s.gamma >= -1) & (s.gamma <= width) &
+         (s.index >= 0);
 }
 
 // Whether top-k removes anything from a row of this width.

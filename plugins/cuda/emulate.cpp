@@ -108,7 +108,6 @@ void run_block() {
 
 void __syncthreads() { wait(Waits::BLOCK); }
 void __syncwarp() { wait(Waits::WARP); }
-void __threadfence() {}
 void __threadfence_system() {}
 
 // --- warps ------------------------------------------------------------------------------------
@@ -195,6 +194,7 @@ uint64_t global_timer() {
 
 using std::fmaxf;
 using std::log;
+using std::log2;
 using std::memcpy;
 
 } // namespace
@@ -227,12 +227,15 @@ const std::map<std::string, void (*)(const void*)> kernels = {
     KERNEL(outrider_verify_scan),
     KERNEL(outrider_verify_scan_general),
     KERNEL(outrider_verify_filter),
+    KERNEL(outrider_verify_mass),
     KERNEL(outrider_verify_couple),
     KERNEL(outrider_verify_rest),
     KERNEL(outrider_verify_rest_general),
     KERNEL(outrider_draw_scan),
     KERNEL(outrider_draw_scan_general),
     KERNEL(outrider_draw_filter),
+    KERNEL(outrider_draw_mass),
+    KERNEL(outrider_draw_couple),
     KERNEL(outrider_begin),
     KERNEL(outrider_feed),
     KERNEL(outrider_commit),

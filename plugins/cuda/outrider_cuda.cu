@@ -3,32 +3,37 @@
 // no allocation, no host synchronisation and no atomic operation whose order matters, so a captured
 // graph can replay the launches. Compiled by NVRTC (no toolkit) or nvcc, with -fmad=false. The
 // results are bitwise those of the CPU library.
+#include "outrider_device_couple.cuh"
 #include "outrider_device_filter.cuh"
 #include "outrider_device_loop.cuh"
-#include "outrider_device_round.cuh"
 
 namespace {
 
 constexpr int THREADS = outrider_device::WARPS * LANES;
 constexpr int FILTER_THREADS = outrider_device::FILTER_WARPS * LANES;
 
-DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
-DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
-DEVICE int block_z() { return static_cast<int>(blockIdx.z); }
 DEVICE bool first_thread() {
   return blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
 }
 
-// Scans this block's tiles of a row.
-template <bool GENERAL>
-DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* tiles, float rate) {
-#pragma unroll 1
-  for (int j = 0; j < call.tiles_per_warp; ++j) {
-    const int k = (block_x() * call.tiles_per_warp + j) * warps() + warp_id();
-    if (k * TILE >= row.width) return;
-    const outrider_device_tile tile = scan_tile<GENERAL>(row, k, rate);
-    if (lane_id() == 0) tiles[k] = tile;
-  }
+// Scans this block's tiles of a slot's rows.
+template <bool DRAW, bool GENERAL>
+DEVICE void scan_rows(const Call& call, const outrider_slot& slot, int b) {
+  const float rate = shape_of(slot).rate;
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    if (GENERAL && k == 0 && call.bins != nullptr) {
+      outrider_device_bins& bins = *bins_at(call, b, row.r);
+      for (int i = lane_id(); i < outrider_device::BINS; i += LANES) bins.sums[i] = 0;
+      bins.finished_blocks = 0;
+    }
+    const outrider_device_tile tile = scan_tile<GENERAL>(row.row, k, rate);
+    if (lane_id() == 0) call.tiles[tiles_at(call, b, row.r) + k] = tile;
+  });
+}
+
+// Whether this is the slot's last block of a grid whose blocks all take part.
+DEVICE bool last_block(const Call& call, int b) {
+  return last_block(call.finished_blocks + b, static_cast<int>(gridDim.x));
 }
 
 // --- verification -----------------------------------------------------------------------------
@@ -45,27 +50,18 @@ DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
   return false;
 }
 
-DEVICE Row row_of(const Call& call, const outrider_slot& slot, int b, const ScanRow& scanned) {
-  return scanned.draft ? draft_row(call, slot, b, scanned.i) : target_row(call, slot, b, scanned.i);
-}
-
 template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
-  const int b = block_z(), r = block_y();
+  const int b = block_z();
   const outrider_slot& slot = call.slots[b];
   if (!takes_part(call, slot, b)) return;
-  const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.needed) return;
-  scan_row<GENERAL>(call, row_of(call, slot, b, scanned), call.tiles + tiles_at(call, b, r),
-                    shape_of(slot).rate);
-  if (!last_block(call, b, static_cast<int>(gridDim.x) * scan_rows(call, slot))) return;
-  for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
-    const ScanRow made = scan_row(call, slot, row);
-    if (!made.needed) continue;
-    const int64_t at = tiles_at(call, b, row);
-    const outrider_logits& logits = made.draft ? call.draft : call.target;
+  scan_rows<false, GENERAL>(call, slot, b);
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows_of<false>(call, slot); n += warps()) {
+    const NeededRow made = needed_row<false>(call, slot, b, n);
+    const int64_t at = tiles_at(call, b, made.r);
     const outrider_row shape =
-        combine_tiles(slot, call.tiles + at, tiles_of(logits.vocab_size), call.mass + at);
-    if (lane_id() == 0) *row_at(call, b, row) = shape;
+        combine_tiles(slot, call.tiles + at, tiles_of(made.row.width), call.mass + at);
+    if (lane_id() == 0) *row_at(call, b, made.r) = shape;
   }
   constexpr int32_t LATER = GENERAL ? OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_COUPLED
                                     : OUTRIDER_DEVICE_COUPLED;
@@ -95,6 +91,7 @@ DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decisio
 
 template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   __shared__ TileWeights weights;
+  __shared__ TileSums held;
   __shared__ Decision decision;
   const int b = block_z(), y = block_y(), tiles = tiles_of(call.target.vocab_size);
   const outrider_slot& slot = call.slots[b];
@@ -114,7 +111,10 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
       const double u = uniform_of(call, slot, b, 0, RESIDUAL);
       const double* sums =
           from_residual ? residual_at(call, b, i - first) : call.mass + tiles_at(call, b, i);
-      while ((k = choose_tile(sums, tiles, u, &fraction)) < 0 && from_residual) {
+      for (;;) {
+        held.load(sums, tiles);
+        k = held.choose(sums, tiles, u, &fraction);
+        if (k >= 0 || !from_residual) break;
         from_residual = false; // an empty residual: p itself
         sums = call.mass + tiles_at(call, b, i);
       }
@@ -133,7 +133,7 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
       sum = static_cast<double>(tile_sum(w, shift));
     }
     if (k < tiles && lane_id() == 0) residual_at(call, b, y)[k] = sum;
-    if (!last_block(call, b, static_cast<int>(gridDim.x) * rows)) return;
+    if (!last_block(call.finished_blocks + b, static_cast<int>(gridDim.x) * rows)) return;
     if (block_rule) {
       find_tau(call, slot, b, &decision);
       __syncthreads();
@@ -159,22 +159,111 @@ DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) 
 }
 
 template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
-  __shared__ TileWeights weights;
+  __shared__ DrawMemory memory;
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
-  const Row row = drawn_row(call, slot, b, step);
-  outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
-  scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
-  if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
-  const outrider_row shape =
-      combine_tiles(slot, tiles, tiles_of(call.draft.vocab_size), call.mass + tiles_at(call, b, 0));
-  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) {
-    if (lane_id() == 0) *row_at(call, b, 0) = shape;
+  scan_rows<true, GENERAL>(call, slot, b);
+  if (!last_block(call, b) || warp_id() != 0) return;
+  const bool later =
+      (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) || is_coupled(slot);
+  const int64_t at = tiles_at(call, b, 0);
+  const int tiles = tiles_of(call.draft.vocab_size);
+  double* const mass = later || tiles > TileSums::MOST ? call.mass + at : memory.mass.held;
+  const outrider_row shape = combine_tiles(slot, call.tiles + at, tiles, mass);
+  __syncwarp();
+  if (!later) draw_draft<GENERAL>(call, slot, b, step, shape, memory);
+  else if (lane_id() == 0) *row_at(call, b, 0) = shape;
+}
+
+// --- filters and coupling ---------------------------------------------------------------------
+
+template <bool DRAW> DEVICE void filter(const Call& call) {
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  if (!is_supported(call, slot, !DRAW) || block_y() >= rows_of<DRAW>(call, slot)) return;
+  const NeededRow row = needed_row<DRAW>(call, slot, b, block_y());
+  filter_row(call, slot, row.row, b, row.r);
+}
+
+template <bool DRAW> DEVICE void sum_masses(const Call& call) {
+  __shared__ DrawMemory memory;
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  if (!is_supported(call, slot, !DRAW) || rows_of<DRAW>(call, slot) <= 0) return;
+  const auto filtered = [&](const outrider_row& shape, const Row& row) {
+    return shape.status == OUTRIDER_OK && has_filters(slot, row.width);
+  };
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    const int64_t at = tiles_at(call, b, row.r) + k;
+    const float top = call.tiles[at].max; // not after the row's shape: it takes as long
+    outrider_row shape = *row_at(call, b, row.r);
+    if (!filtered(shape, row.row)) return;
+    shape.min_weight = slot.min_p;
+    double sum = 0;
+    if (top >= shape.cut) {
+      float w[PER_LANE];
+      const int shift = shift_of(row.row, k);
+      load_tile<true>(row.row, k, shift, w);
+      weigh<true>(w, shift, k, shape);
+      sum = static_cast<double>(tile_sum(w, shift));
+    }
+    if (lane_id() == 0) call.mass[at] = sum;
+  });
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows_of<DRAW>(call, slot); n += warps()) {
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    outrider_row shape = *row_at(call, b, row.r);
+    const double* const mass = call.mass + tiles_at(call, b, row.r);
+    const int tiles = tiles_of(row.row.width);
+    if (DRAW) memory.mass.load(mass, tiles);
+    if (filtered(shape, row.row)) {
+      shape.min_weight = slot.min_p;
+      shape.total = DRAW ? memory.mass.total(mass, tiles)
+                         : total_of<Warp>([mass](int k) { return load_uncached(mass + k); }, tiles);
+      if (lane_id() == 0) *row_at(call, b, row.r) = shape;
+    }
+    if (DRAW && !is_coupled(slot)) draw_draft<true>(call, slot, b, call.step, shape, memory);
+  }
+  if (DRAW || (call.flags & OUTRIDER_DEVICE_COUPLED) != 0) return;
+  __syncthreads();
+  decide(call, b);
+}
+
+template <bool DRAW> DEVICE void couple(const Call& call) {
+  const int b = block_z();
+  const outrider_slot& slot = call.slots[b];
+  const int rows = rows_of<DRAW>(call, slot);
+  if (!is_supported(call, slot, !DRAW) || rows <= 0) return;
+  if (!is_coupled(slot)) {
+    if (!DRAW && block_x() == 0) decide(call, b);
     return;
   }
-  __syncwarp();
-  draw_draft<GENERAL>(call, slot, b, step, shape, weights);
+  each_tile<DRAW>(call, slot, b, [&](const NeededRow& row, int k) {
+    const outrider_row shape = *row_at(call, b, row.r);
+    if (shape.status != OUTRIDER_OK) return;
+    const int64_t at = tiles_at(call, b, row.r) + k;
+    const auto index = static_cast<uint32_t>(DRAW ? call.step : row.r);
+    const Least found =
+        couple_tile(slot, slot.position + index, row.row, shape, k, call.tiles[at].max);
+    if (lane_id() != 0) return;
+    call.mass[at] = found.number;
+    call.tiles[at].token = found.at;
+  });
+  if (!last_block(call, b)) return;
+  for (int n = warp_id(); n < rows; n += warps()) {
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    outrider_row shape = *row_at(call, b, row.r);
+    const int64_t at = tiles_at(call, b, row.r);
+    if (shape.status == OUTRIDER_OK)
+      couple_row(row.row, call.tiles + at, call.mass + at, &shape);
+    if (lane_id() != 0) continue;
+    if (DRAW) put_draft(call, b, call.step, shape);
+    else *row_at(call, b, row.r) = shape;
+  }
+  if (DRAW) return;
+  __syncthreads();
+  decide(call, b);
 }
 
 } // namespace
@@ -183,7 +272,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 // other structures. (NVRTC does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 200 && sizeof(outrider_loop) == 112 &&
+static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_loop) == 112 &&
                   sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
                   sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
@@ -222,30 +311,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_verify_filter(const __grid_constant__ Call call) {
-  const int b = block_z(), r = block_y();
-  const outrider_slot& slot = call.slots[b];
-  if (slot.gamma < 0 || !is_supported(call, slot, true)) return;
-  const ScanRow scanned = scan_row(call, slot, r);
-  if (!scanned.needed) return;
-  const int64_t at = tiles_at(call, b, r);
-  filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
-             row_at(call, b, r));
-  const bool last = last_block(call, b, scan_rows(call, slot));
-  if (last && (call.flags & OUTRIDER_DEVICE_COUPLED) == 0) decide(call, b);
+  filter<false>(call);
 }
 
-extern "C" __global__ void __launch_bounds__(LANES)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    outrider_verify_mass(const __grid_constant__ Call call) {
+  sum_masses<false>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
     outrider_verify_couple(const __grid_constant__ Call call) {
-  const int b = block_z(), i = block_y();
-  const outrider_slot& slot = call.slots[b];
-  if (i > slot.gamma || !is_supported(call, slot, true)) return;
-  outrider_row shape = *row_at(call, b, i);
-  if (shape.status == OUTRIDER_OK && is_coupled(slot)) {
-    couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
-               call.tiles + tiles_at(call, b, i), &shape);
-    if (lane_id() == 0) *row_at(call, b, i) = shape;
-  }
-  if (last_block(call, b, slot.gamma + 1)) decide(call, b);
+  couple<false>(call);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -270,16 +346,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_draw_filter(const __grid_constant__ Call call) {
-  __shared__ TileWeights weights;
-  const int b = block_z(), step = call.step;
-  const outrider_slot& slot = call.slots[b];
-  if (!is_supported(call, slot, false) || step >= slot.gamma) return;
-  const int64_t at = tiles_at(call, b, 0);
-  filter_row(slot, drawn_row(call, slot, b, step), call.tiles + at, call.mass + at,
-             row_at(call, b, 0));
-  __syncthreads();
-  if (warp_id() == 0)
-    draw_draft<true>(call, slot, b, step, load_uncached(row_at(call, b, 0)), weights);
+  filter<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    outrider_draw_mass(const __grid_constant__ Call call) {
+  sum_masses<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_draw_couple(const __grid_constant__ Call call) {
+  couple<true>(call);
 }
 
 // --- between the models' calls ----------------------------------------------------------------

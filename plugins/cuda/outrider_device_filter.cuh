@@ -1,7 +1,8 @@
-// Top-k, top-p and min-p of one row, by one block: radix selection over 32-bit keys, 8 bits per
-// pass, with counts or fixed-point masses in shared memory. These are integers, so the order in
-// which the threads add them does not matter. The result is that of keep_top_k and keep_nucleus in
-// outrider_row.h.
+// Top-k and top-p of one row. All blocks of a row fill a histogram of its logits by their distance
+// from the maximum, with counts or fixed-point masses. The row's last block finds the bin in which
+// the cut lies, lists the few tokens that it concerns, and finds the cut among them. All sums are of
+// integers, so the order in which threads add does not matter. The result is that of keep_top_k and
+// keep_nucleus in outrider_row.h.
 #ifndef OUTRIDER_DEVICE_FILTER_CUH
 #define OUTRIDER_DEVICE_FILTER_CUH
 
@@ -9,194 +10,313 @@
 
 namespace {
 
-constexpr int DIGITS = 256;
-constexpr int COPIES = 16; // of the histogram, so that lanes rarely collide
+using outrider_device::BINS;
+using outrider_device::FILTER_WARPS;
+using Integer = unsigned long long;
+
+constexpr int DIGIT_BITS = 11;
+static_assert(BINS == 1 << DIGIT_BITS);
+constexpr float BINS_PER_UNIT = 32; // of logits; beyond 4, bfloat16 has at most one value in a bin
+constexpr unsigned LISTED = 2048, RANKED = 256; // numbers of candidates
 
 // 64-bit sums in two words, because shared memory adds at most 32 bits in one instruction.
 struct Histogram {
-  uint32_t low[DIGITS * COPIES], high[DIGITS * COPIES];
-  unsigned long long sums[DIGITS];
-  unsigned long long before, at;
-  int digit;
+  uint32_t low[BINS], high[BINS];
+  Integer runs[FILTER_WARPS], before; // before: the sum of the bins before `bin`
+  int bin;
 
   DEVICE void clear() {
-    for (int i = static_cast<int>(threadIdx.x); i < DIGITS * COPIES;
-         i += static_cast<int>(blockDim.x))
-      low[i] = high[i] = 0;
+    for (unsigned i = threadIdx.x; i < BINS; i += blockDim.x) low[i] = high[i] = 0;
   }
-  DEVICE void add(uint32_t in, unsigned long long value) {
-    const uint32_t cell = in * COPIES + static_cast<uint32_t>(lane_id()) % COPIES;
+  DEVICE void add(int to, Integer value) {
     const uint32_t addend = static_cast<uint32_t>(value);
-    const uint32_t old = atomicAdd(low + cell, addend);
+    const uint32_t old = atomicAdd(low + to, addend);
     const uint32_t carry = static_cast<uint32_t>(value >> 32) + (old > ~addend ? 1u : 0u);
-    if (carry != 0) atomicAdd(high + cell, carry);
+    if (carry != 0) atomicAdd(high + to, carry);
   }
-  DEVICE void reduce() {
-    for (int d = static_cast<int>(threadIdx.x); d < DIGITS; d += static_cast<int>(blockDim.x)) {
-      unsigned long long sum = 0;
-      for (int c = 0; c < COPIES; ++c) {
-        const int cell = d * COPIES + (c + d) % COPIES; // neighbours in different banks
-        sum += static_cast<unsigned long long>(high[cell]) << 32 | low[cell];
-      }
-      sums[d] = sum;
-    }
-  }
-  // Each warp computes it for itself.
-  DEVICE unsigned long long total() const {
-    unsigned long long sum = 0;
-#pragma unroll
-    for (int d = 0; d < DIGITS; d += LANES) sum += sums[d + lane_id()];
-#pragma unroll
-    for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, h);
-    return sum;
-  }
-  // By one warp: the digit at which the sum from the highest down reaches `target`; -1: none.
-  DEVICE void find(unsigned long long target) {
-    constexpr int RUN = DIGITS / LANES;
-    const int top = DIGITS - 1 - lane_id() * RUN;
-    unsigned long long run = 0;
-#pragma unroll
-    for (int d = 0; d < RUN; ++d) run += sums[top - d];
-    unsigned long long upto = run;
+  DEVICE Integer at(int i) const { return static_cast<Integer>(high[i]) << 32 | low[i]; }
+
+  DEVICE static Integer sum_below(Integer value) { // and the lane's own
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) {
-      const unsigned long long below =
-          __shfl_up_sync(ALL_LANES, upto, static_cast<unsigned>(distance));
-      if (lane_id() >= distance) upto += below;
+      const Integer below = __shfl_up_sync(ALL_LANES, value, static_cast<unsigned>(distance));
+      if (lane_id() >= distance) value += below;
     }
-    const uint32_t reached = __ballot_sync(ALL_LANES, upto >= target);
-    if (reached == 0) {
-      if (lane_id() == 0) digit = -1;
-      return;
+    return value;
+  }
+
+  // By the block: sets `bin` to the first at which the sum reaches the target; -1: none.
+  DEVICE void find(Integer target) {
+    constexpr int RUN = BINS / FILTER_WARPS, PART = RUN / LANES;
+    Integer sum = 0;
+#pragma unroll
+    for (int i = 0; i < PART; ++i) sum += at(warp_id() * RUN + i * LANES + lane_id());
+    sum = sum_below(sum);
+    if (lane_id() == LANES - 1) runs[warp_id()] = sum;
+    __syncthreads();
+    if (warp_id() == 0) {
+      sum = lane_id() < FILTER_WARPS ? runs[lane_id()] : 0;
+      Integer upto = sum_below(sum);
+      uint32_t reached = __ballot_sync(ALL_LANES, upto >= target);
+      if (reached == 0) {
+        if (lane_id() == 0) bin = -1;
+      } else {
+        const int run = lowest_bit(reached);
+        const Integer start = __shfl_sync(ALL_LANES, upto - sum, run);
+        int i = run * RUN + lane_id() * PART;
+        sum = 0;
+#pragma unroll
+        for (int j = 0; j < PART; ++j) sum += at(i + j);
+        upto = start + sum_below(sum);
+        reached = __ballot_sync(ALL_LANES, upto >= target);
+        if (lane_id() == lowest_bit(reached)) {
+          upto -= sum;
+          while (upto + at(i) < target) upto += at(i++);
+          before = upto;
+          bin = i;
+        }
+      }
     }
-    if (lane_id() != lowest_bit(reached)) return;
-    before = upto - run;
-    digit = top;
-    while (before + sums[digit] < target) before += sums[digit--];
-    at = sums[digit];
+    __syncthreads();
   }
 };
 
-struct Selection {
-  bool found;
-  uint32_t key;
-  unsigned long long missing; // part of the target that the tokens with this key have to reach
-  unsigned long long at;      // their sum
+// The order in which the filters keep tokens: from the largest logit down, among equal ones from
+// the highest id down.
+DEVICE Integer place_of(float z, int id) {
+  return static_cast<Integer>(~key_of(z)) << 32 | ~static_cast<uint32_t>(id);
+}
+DEVICE float logit_of(Integer place) { return from_key(~static_cast<uint32_t>(place >> 32)); }
+
+struct FilterMemory {
+  Histogram histogram;
+  Integer places[LISTED], values[RANKED];
+  Integer sum, edge;
+  unsigned count; // of candidates, also of those beyond LISTED
+  bool found, divided;
 };
 
-enum class By { COUNT, MASS, ID };
-
-// Finds, among the tokens with z >= cut (by ID: == cut), the key at which the sum from the highest
-// key down reaches the target. The key is that of the logit, or the id.
-struct Selector {
+// The candidates for the last token that a filter keeps: those with a depth in [first, last], in
+// units of bins. If they are too many for the list, `each` reads the whole row again, slowly.
+struct Candidates {
   const Row& row;
-  const outrider_device_tile* tiles;
-  By by;
+  FilterMemory& memory;
   outrider_row shape;
   float scale; // of fixed-point masses
-  double top_p;
-  unsigned long long count; // the target unless by MASS
+  float first, last;
 
-  DEVICE unsigned long long target(unsigned long long sum) const {
-    if (by != By::MASS) return count;
-    const double total = shape.cut == -INF ? shape.total * static_cast<double>(scale)
-                                           : static_cast<double>(static_cast<int64_t>(sum));
-    return static_cast<unsigned long long>(nucleus_mass(top_p, total));
+  DEVICE float depth_of(float z) const { return (shape.peak - z) * BINS_PER_UNIT; }
+  DEVICE int bin_of(float z) const {
+    const float depth = depth_of(z);
+    return depth < BINS ? static_cast<int>(depth) : BINS - 1;
+  }
+  DEVICE bool contain(float z) const {
+    const float depth = depth_of(z);
+    return (first <= depth) & (depth <= last);
+  }
+  DEVICE Integer mass_of(float z) const {
+    return static_cast<Integer>(fixed(exp2_of((z - shape.peak) * shape.rate), scale));
+  }
+  DEVICE Integer value_of(Integer place, bool counted) const {
+    const float z = logit_of(place);
+    return counted ? 1 : z < shape.cut ? 0 : mass_of(z);
   }
 
-  DEVICE void scan(Histogram& histogram, uint32_t prefix, int bits) const {
+  // Fills the histogram from this block's tiles of the row, with the logits from `floor` up.
+  DEVICE void count_tiles(const outrider_device_tile* tiles, float floor, bool counted) const {
 #pragma unroll 1
-    for (int k = warp_id(); k * TILE < row.width; k += warps()) {
-      const float peak = tiles[k].max;
-      if (peak < shape.cut || (by != By::ID && bits < 24 && key_of(peak) >> (bits + 8) < prefix))
-        continue;
+    for (int k = block_x() * warps() + warp_id(); k * TILE < row.width;
+         k += static_cast<int>(gridDim.x) * warps()) {
+      if (tiles[k].max < floor) continue;
       float z[PER_LANE];
-      const int shift = shift_of(row, k);
-      load_tile<true>(row, k, shift, z);
+      load_tile<true>(row, k, shift_of(row, k), z);
 #pragma unroll
       for (int q = 0; q < PER_LANE; ++q) {
-        const uint32_t id = static_cast<uint32_t>(k * TILE + element(q, shift));
-        const uint32_t key = by == By::ID ? id : key_of(z[q]);
-        const bool in = by == By::ID ? z[q] == shape.cut : z[q] >= shape.cut;
-        if (!in || (bits < 24 && key >> (bits + 8) != prefix)) continue;
-        unsigned long long value = 1;
-        if (by == By::MASS)
-          value = static_cast<unsigned long long>(
-              fixed(exp2_of((z[q] - shape.peak) * shape.rate), scale));
-        if (value != 0) histogram.add(key >> bits & (DIGITS - 1), value);
+        if (!(z[q] >= floor && z[q] > -INF)) continue;
+        const Integer value = counted ? 1 : mass_of(z[q]);
+        if (value != 0) memory.histogram.add(bin_of(z[q]), value);
       }
     }
   }
 
-  DEVICE Selection select(Histogram& histogram) const {
-    Selection chosen = {true, 0, 0, 0};
+  // Adds the tile's candidates to the list, by one warp.
+  DEVICE void list_tile(int k) const {
+    float z[PER_LANE];
+    const int shift = shift_of(row, k);
+    load_tile<true>(row, k, shift, z);
+#pragma unroll
+    for (int part = 0; part < PER_LANE; part += 8) { // which seldom contains any
+      bool any = false;
+#pragma unroll
+      for (int q = part; q < part + 8; ++q) any |= contain(z[q]);
+      if (!any) continue;
+#pragma unroll
+      for (int q = part; q < part + 8; ++q) {
+        if (!contain(z[q])) continue;
+        const unsigned at = atomicAdd(&memory.count, 1u);
+        if (at < LISTED) memory.places[at] = place_of(z[q], k * TILE + element(q, shift));
+      }
+    }
+  }
+
+  DEVICE void list(const outrider_device_tile* tiles) const {
+    if (threadIdx.x == 0) memory.count = 0;
+    __syncthreads();
+    for (int from = warp_id(); from * TILE < row.width; from += LANES * warps()) {
+      const int mine = from + lane_id() * warps();
+      uint32_t visits =
+          __ballot_sync(ALL_LANES, mine * TILE < row.width && depth_of(tiles[mine].max) <= last);
 #pragma unroll 1
-    for (int bits = 24; bits >= 0; bits -= 8) {
+      for (; visits != 0; visits &= visits - 1) list_tile(from + lowest_bit(visits) * warps());
+    }
+    __syncthreads();
+  }
+
+  template <class Visit> DEVICE void each(const Visit& visit) const {
+    if (memory.count <= LISTED) {
+      for (unsigned i = threadIdx.x; i < memory.count; i += blockDim.x) visit(memory.places[i]);
+      return;
+    }
+#pragma unroll 1
+    for (int id = static_cast<int>(threadIdx.x); id < row.width;
+         id += static_cast<int>(blockDim.x)) {
+      const float z = logit_at(row, id);
+      if (contain(z)) visit(place_of(z, id));
+    }
+  }
+
+  DEVICE Integer mass() const {
+    if (threadIdx.x == 0) memory.sum = 0;
+    __syncthreads();
+    Integer sum = 0;
+    each([&](Integer place) { sum += value_of(place, false); });
+    sum = Histogram::sum_below(sum);
+    if (lane_id() == LANES - 1) atomicAdd(&memory.sum, sum);
+    __syncthreads();
+    return memory.sum;
+  }
+
+  // Finds memory.edge, the candidate at which the sum reaches the target; false: there is none.
+  DEVICE bool find(Integer target, bool counted) const {
+    return memory.count <= RANKED ? find_ranked(target, counted) : find_digits(target, counted);
+  }
+
+  // One thread compares a candidate with all others.
+  DEVICE bool find_ranked(Integer target, bool counted) const {
+    const unsigned i = threadIdx.x, count = memory.count;
+    if (i == 0) memory.found = false;
+    if (i < count) memory.values[i] = value_of(memory.places[i], counted);
+    __syncthreads();
+    if (i < count) {
+      const Integer own = memory.places[i];
+      Integer before = 0;
+#pragma unroll 4
+      for (unsigned c = 0; c < count; ++c)
+        if (memory.places[c] < own) before += memory.values[c];
+      if (before < target && target <= before + memory.values[i]) {
+        memory.edge = own;
+        memory.found = true;
+      }
+    }
+    __syncthreads();
+    return memory.found;
+  }
+
+  // Radix selection.
+  DEVICE bool find_digits(Integer target, bool counted) const {
+    Histogram& histogram = memory.histogram;
+    Integer edge = 0;
+#pragma unroll 1
+    for (int known = 64, shift; known > 0; known = shift) { // the bits of the edge from here on
+      shift = known > DIGIT_BITS ? known - DIGIT_BITS : 0;
       histogram.clear();
       __syncthreads();
-      scan(histogram, chosen.key, bits);
+      each([&](Integer place) {
+        if ((place ^ edge) >> shift >> (known - shift) != 0) return;
+        const Integer value = value_of(place, counted);
+        if (value != 0) histogram.add(static_cast<int>((place ^ edge) >> shift), value);
+      });
       __syncthreads();
-      histogram.reduce();
-      __syncthreads();
-      if (bits == 24) chosen.missing = target(histogram.total());
-      if (warp_id() == 0) histogram.find(chosen.missing);
-      __syncthreads();
-      if (histogram.digit < 0) return {false, 0, 0, 0};
-      chosen.key = chosen.key << 8 | static_cast<uint32_t>(histogram.digit);
-      chosen.missing -= histogram.before;
-      chosen.at = histogram.at;
-      __syncthreads(); // before the next pass clears it
+      histogram.find(target);
+      if (histogram.bin < 0) return false;
+      edge |= static_cast<Integer>(histogram.bin) << shift;
+      target -= histogram.before;
     }
-    return chosen;
+    if (threadIdx.x == 0) memory.edge = edge;
+    __syncthreads();
+    return true;
+  }
+
+  // Whether there are tokens with the logit of the edge after it.
+  DEVICE bool is_divided() const {
+    if (threadIdx.x == 0) memory.divided = false;
+    __syncthreads();
+    const Integer edge = memory.edge;
+    each([&](Integer place) {
+      if (place > edge && place >> 32 == edge >> 32) memory.divided = true;
+    });
+    __syncthreads();
+    return memory.divided;
   }
 };
 
-// Filters a row that the scan has shaped: updates its shape and its tiles' masses. By one block.
-__device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& row,
-                                        const outrider_device_tile* tiles, double* mass,
-                                        outrider_row* shape_at) {
-  __shared__ Histogram histogram;
-  outrider_row shape = *shape_at;
-  if (shape.status != OUTRIDER_OK || !has_filters(slot, row.width)) return;
-  const float scale = fixed_scale(row.width);
+// Finds the cut of a row that the scan has shaped.
+DEVICE void filter_row(const Call& call, const outrider_slot& slot, const Row& row, int b, int r) {
+  __shared__ FilterMemory memory;
+  Candidates candidates = {row, memory, *row_at(call, b, r), fixed_scale(row.width), 0, INF};
+  outrider_row& shape = candidates.shape;
   const bool top_k = has_top_k(slot, row.width), top_p = slot.top_p < 1;
-  unsigned long long ties = 0, kept = 0; // at the edge of the nucleus
-#pragma unroll 1
-  for (int step = 0; step < 3; ++step) {
-    const By by = step == 0 ? By::COUNT : step == 1 ? By::MASS : By::ID;
-    if (by == By::COUNT ? !top_k : by == By::MASS ? !top_p : kept >= ties) continue;
-    const Selector selector = {row, tiles, by, shape, scale, slot.top_p,
-                               by == By::COUNT ? static_cast<unsigned long long>(slot.top_k) : kept};
-    const Selection edge = selector.select(histogram);
-    if (!edge.found) continue; // top_p is 1 up to rounding
-    if (by == By::ID) {
-      shape.tie_from = static_cast<int32_t>(edge.key);
-      continue;
-    }
-    shape.cut = from_key(edge.key);
-    if (by == By::COUNT) continue;
-    const auto each = static_cast<unsigned long long>(
-        fixed(exp2_of((shape.cut - shape.peak) * shape.rate), scale));
-    ties = edge.at / each;
-    kept = (edge.missing + each - 1) / each;
-  }
-  shape.min_weight = slot.min_p;
-  const int count = tiles_of(row.width);
-  for (int k = warp_id(); k < count; k += warps()) {
-    float w[PER_LANE];
-    double sum = 0;
-    if (tiles[k].max >= shape.cut) {
-      const int shift = shift_of(row, k);
-      load_tile<true>(row, k, shift, w);
-      weigh<true>(w, shift, k, shape);
-      sum = static_cast<double>(tile_sum(w, shift));
-    }
-    if (lane_id() == 0) mass[k] = sum;
+  if (shape.status != OUTRIDER_OK || slot.temperature == 0 || !(top_k || top_p)) return;
+  const outrider_device_tile* tiles = call.tiles + tiles_at(call, b, r);
+  outrider_device_bins& bins = *bins_at(call, b, r);
+  Histogram& histogram = memory.histogram;
+
+  // As in keep_nucleus: together, the tokens below `floor` can be removed.
+  float floor = -INF;
+  if (!top_k && 1 - slot.top_p > 4e-6)
+    floor = shape.peak + log2(static_cast<float>((1 - slot.top_p) * shape.total /
+                                                 (2.0 * row.width))) / shape.rate;
+  histogram.clear();
+  __syncthreads();
+  candidates.count_tiles(tiles, floor, top_k);
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < BINS; i += static_cast<int>(blockDim.x))
+    if (const Integer sum = histogram.at(i)) atomicAdd(bins.sums + i, sum);
+  if (!last_block(&bins.finished_blocks, static_cast<int>(gridDim.x))) return;
+  for (int i = static_cast<int>(threadIdx.x); i < BINS; i += static_cast<int>(blockDim.x)) {
+    const Integer sum = __ldcg(bins.sums + i);
+    histogram.low[i] = static_cast<uint32_t>(sum);
+    histogram.high[i] = static_cast<uint32_t>(sum >> 32);
   }
   __syncthreads();
-  if (warp_id() != 0) return;
-  shape.total = total_of<Warp>([mass](int k) { return load_uncached(mass + k); }, count);
-  if (lane_id() == 0) *shape_at = shape;
+
+  const auto all = [&](double total) {
+    return static_cast<Integer>(nucleus_mass(slot.top_p, total));
+  };
+  const auto scale = static_cast<double>(candidates.scale);
+  Integer target = top_k ? static_cast<Integer>(slot.top_k) : all(shape.total * scale);
+  histogram.find(target);
+  const int bin = histogram.bin;
+  if (bin >= 0) {
+    target -= top_k ? 0 : histogram.before;
+    candidates.first = static_cast<float>(top_k ? 0 : bin);
+    if (bin + 1 < BINS) // the number before bin + 1
+      candidates.last = as_float(as_bits(static_cast<float>(bin + 1)) - 1);
+  } else if (!(top_k && top_p)) {
+    return; // top_k is not below the number of tokens, or top_p is 1 up to rounding
+  }
+  candidates.list(tiles);
+  if (top_k && bin >= 0 && candidates.find(target, true)) shape.cut = logit_of(memory.edge);
+  if (top_k && top_p)
+    target = all(shape.cut == -INF ? shape.total * scale
+                                   : static_cast<double>(static_cast<int64_t>(candidates.mass())));
+  if (top_p && candidates.find(target, false)) {
+    shape.cut = logit_of(memory.edge);
+    shape.tie_from = candidates.is_divided() ? static_cast<int>(~memory.edge) : 0;
+  }
+  if (threadIdx.x != 0) return;
+  row_at(call, b, r)->cut = shape.cut;
+  row_at(call, b, r)->tie_from = shape.tie_from;
 }
 
 } // namespace

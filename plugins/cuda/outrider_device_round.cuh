@@ -9,21 +9,47 @@ namespace {
 
 constexpr int MAX_ROWS = OUTRIDER_MAX_WIDTH + 1;
 
-// The flags that a slot needs.
+// Adds 1. What the block's threads wrote before their last barrier is visible to whoever reads a
+// later number, and the reverse. Two fences would be sequentially consistent, which takes longer.
+DEVICE uint32_t add_finished(uint32_t* finished) {
+#if defined(__CUDA_ARCH__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(finished) : "memory");
+  return before;
+#else
+  return atomicAdd(finished, 1u);
+#endif
+}
+
+// Whether this is the last of `blocks` to finish, which may read what the others wrote. finished: 0
+// before and after.
+DEVICE bool last_block(uint32_t* finished, int blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = add_finished(finished) == static_cast<unsigned>(blocks) - 1;
+    if (last) *finished = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+// The flags that a slot needs. Without branches, as is_valid.
 DEVICE int32_t needed_flags(const outrider_slot& slot, bool verifies) {
-  int32_t flags = 0;
-  if (has_penalty(slot) || has_suppression(slot)) flags |= OUTRIDER_DEVICE_PENALTIES;
-  if (slot.temperature == 0) return flags;
-  if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
-  if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
-  if (verifies && slot.rule == OUTRIDER_COUPLED) flags |= OUTRIDER_DEVICE_COUPLED;
-  return flags;
+  const bool random = slot.temperature != 0;
+  const bool filters = random & ((slot.top_k > 0) | (slot.top_p < 1) | (slot.min_p > 0));
+  const bool penalties = has_penalty(slot) | has_suppression(slot);
+  const bool blockwise = random & verifies & (slot.rule == OUTRIDER_BLOCK);
+  const bool coupled = random & (slot.rule == OUTRIDER_COUPLED);
+  return filters * OUTRIDER_DEVICE_FILTERS | penalties * OUTRIDER_DEVICE_PENALTIES |
+         blockwise * OUTRIDER_DEVICE_BLOCK | coupled * OUTRIDER_DEVICE_COUPLED;
 }
 
 // Whether this plan supports the slot. Only the CPU library supports counts of ids and biases.
 DEVICE bool is_supported(const Call& call, const outrider_slot& slot, bool verifies) {
-  return is_valid(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
-         slot.bias_length == 0 && (needed_flags(slot, verifies) & ~call.flags) == 0;
+  return is_valid(slot, call.width) & (slot.frequency_penalty == 0) &
+         (slot.presence_penalty == 0) & (slot.bias_length == 0) &
+         ((needed_flags(slot, verifies) & ~call.flags) == 0);
 }
 
 DEVICE outrider_row* row_at(const Call& call, int b, int r) {
@@ -31,6 +57,9 @@ DEVICE outrider_row* row_at(const Call& call, int b, int r) {
 }
 DEVICE int64_t tiles_at(const Call& call, int b, int r) {
   return (static_cast<int64_t>(b) * call.row_count + r) * call.tile_count;
+}
+DEVICE outrider_device_bins* bins_at(const Call& call, int b, int r) {
+  return call.bins + static_cast<int64_t>(b) * call.row_count + r;
 }
 DEVICE double* residual_at(const Call& call, int b, int y) {
   return call.residual + (static_cast<int64_t>(b) * call.residual_count + y) * call.tile_count;
@@ -48,19 +77,39 @@ DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
   return is_deterministic(slot) || call.draft.data == nullptr;
 }
 
-// Row r of a scan: the target's 0 .. width, then the draft's.
-struct ScanRow {
-  bool needed, draft;
-  int i;
-};
-DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
-  const bool draft = r > call.width;
-  const int i = draft ? r - call.width - 1 : r;
-  return {draft ? i < slot.gamma && !is_deterministic(slot) : i <= slot.gamma, draft, i};
-}
-// Number of rows that are needed.
-DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
+// The number of rows that a draw or a verification needs; 0 if the slot has no part in it.
+template <bool DRAW> DEVICE int rows_of(const Call& call, const outrider_slot& slot) {
+  if (DRAW) return call.step < slot.gamma ? 1 : 0;
   return slot.gamma + 1 + (shapes_draft(call) && !is_deterministic(slot) ? slot.gamma : 0);
+}
+
+// Number n of those rows: the target's, then the draft's. r: its index in the workspace.
+struct NeededRow {
+  int r;
+  Row row;
+};
+template <bool DRAW>
+DEVICE NeededRow needed_row(const Call& call, const outrider_slot& slot, int b, int n) {
+  if (DRAW) return {0, drawn_row(call, slot, b, call.step)};
+  if (n <= slot.gamma) return {n, target_row(call, slot, b, n)};
+  const int i = n - slot.gamma - 1;
+  return {call.width + 1 + i, draft_row(call, slot, b, i)};
+}
+
+// Calls visit(row, k) with this warp's tiles of these rows. The blocks of a grid are as many as run
+// at once, and each takes several tiles if there are more.
+template <bool DRAW, class Visit>
+DEVICE void each_tile(const Call& call, const outrider_slot& slot, int b, const Visit& visit) {
+  const int tiles = DRAW                ? tiles_of(call.draft.vocab_size)
+                    : shapes_draft(call) ? call.tile_count
+                                         : tiles_of(call.target.vocab_size);
+  const int all = rows_of<DRAW>(call, slot) * tiles, step = static_cast<int>(gridDim.x) * warps();
+#pragma unroll 1
+  for (int at = block_x() * warps() + warp_id(); at < all; at += step) {
+    const int n = at / tiles, k = at - n * tiles;
+    const NeededRow row = needed_row<DRAW>(call, slot, b, n);
+    if (k * TILE < row.row.width) visit(row, k);
+  }
 }
 
 DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int i,
@@ -70,61 +119,6 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
     return call.uniforms[static_cast<int64_t>(b) * (call.width + 1) +
                          (purpose == RESIDUAL ? call.width : i)];
   return uniform(slot.seed, slot.position + static_cast<uint32_t>(i), purpose, lane_of(slot));
-}
-
-// --- coupling ---------------------------------------------------------------------------------
-
-// Chooses the token with the slot's noise, by one warp: couple_row of the CPU library, with first a
-// tile's groups and then a group's tokens in the lanes.
-DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
-                       const outrider_device_tile* tiles, outrider_row* shape) {
-  const int n = tiles_of(row.width), lane = lane_id();
-  double best = static_cast<double>(INF);
-  shape->token = -1;
-  // First the tiles with the maximum, which probably contain the winner; then the others.
-  for (int pass = 0; pass < 2; ++pass)
-    for (int k = 0; k < n; ++k) {
-      const float top = load_uncached(tiles + k).max;
-      if ((top == shape->peak) != (pass == 0) || top < shape->cut) continue;
-      const Noise tile = tile_noise(slot.seed, position, k);
-      if (!may_win(tile.least, best, exp2_of((top - shape->peak) * shape->rate))) continue;
-      float w[PER_LANE]; // w[q]: weight of the lane's token in group q
-      load_tile<true>(row, k, 0, w);
-      weigh<true>(w, 0, k, *shape);
-      float heaviest = 0; // largest weight of the lane's group
-#pragma unroll
-      for (int q = 0; q < PER_LANE; ++q) {
-        const float found = from_key(__reduce_max_sync(ALL_LANES, key_of(w[q])));
-        if (q == lane) heaviest = found;
-      }
-      const Noise mine = group_noise(slot.seed, position, k, tile, lane);
-#pragma unroll 1
-      for (int g = 0; g < TILE / GROUP; ++g) {
-        const Noise group = {__shfl_sync(ALL_LANES, mine.least, g),
-                             __shfl_sync(ALL_LANES, mine.at, g)};
-        if (!may_win(group.least, best, __shfl_sync(ALL_LANES, heaviest, g))) continue;
-        float weight = 0;
-#pragma unroll
-        for (int q = 0; q < PER_LANE; ++q)
-          if (q == g) weight = w[q];
-        uint32_t words[4];
-        token_words(slot.seed, position, k, g, lane, words);
-        double quotient = static_cast<double>(INF);
-        if (weight > 0) quotient = token_noise(group, lane, words) / static_cast<double>(weight);
-        int id = k * TILE + g * GROUP + lane;
-        for (int distance = 16; distance > 0; distance /= 2) {
-          const double other = __shfl_xor_sync(ALL_LANES, quotient, distance);
-          const int token = __shfl_xor_sync(ALL_LANES, id, distance);
-          const float heavy = __shfl_xor_sync(ALL_LANES, weight, distance);
-          if (other < quotient || (other == quotient && token < id))
-            quotient = other, id = token, weight = heavy;
-        }
-        if (quotient > best || (quotient == best && id > shape->token)) continue;
-        best = quotient;
-        shape->token = id;
-        shape->weight = weight;
-      }
-    }
 }
 
 // --- the accept tests -------------------------------------------------------------------------
@@ -137,16 +131,18 @@ struct Position {
 };
 
 DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
+  // All loads that do not depend on others come first.
+  const bool drafted = i < slot.gamma;
+  const bool has_row = drafted && (call.draft_rows != nullptr || call.draft.data != nullptr);
   const outrider_row p_row = load_uncached(row_at(call, b, i));
+  const outrider_row q_row = has_row ? draft_shape(call, b, i) : p_row;
+  const int64_t token = drafted ? call.drafts[static_cast<int64_t>(b) * call.width + i] : -1;
   Position at = {0, 1, 0, p_row.status, OUTRIDER_TARGET};
-  if (at.status != OUTRIDER_OK || i == slot.gamma) return at;
-  if (call.draft_rows != nullptr) {
-    at.status = call.draft_rows[static_cast<int64_t>(b) * call.width + i].status;
-    at.model = OUTRIDER_DRAFT;
-    if (at.status != OUTRIDER_OK) return at;
-    at.model = OUTRIDER_TARGET;
+  if (at.status != OUTRIDER_OK || !drafted) return at;
+  if (call.draft_rows != nullptr && q_row.status != OUTRIDER_OK) {
+    at.status = q_row.status, at.model = OUTRIDER_DRAFT;
+    return at;
   }
-  const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
   const int id = static_cast<int>(token);
   const Row target = target_row(call, slot, b, i);
   const bool in_p = token >= 0 && token < target.width;
@@ -166,7 +162,6 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
     if (sigmoid) at.status = OUTRIDER_NO_DRAFT_LOGITS, at.model = OUTRIDER_DRAFT;
     return at;
   }
-  const outrider_row q_row = draft_shape(call, b, i);
   if (shapes_draft(call) && q_row.status != OUTRIDER_OK) {
     at.status = q_row.status, at.model = OUTRIDER_DRAFT;
     return at;
@@ -329,38 +324,44 @@ DEVICE double residual_mass_at(const Call& call, const outrider_slot& slot, int 
   return sum / unit;
 }
 
-// Draws the draft token, by one warp, from the row's shape and tile masses, into the outputs.
-template <bool GENERAL>
-DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
-                       outrider_row shape, TileWeights& weights) {
+// Writes the outputs of a draw, by one thread.
+DEVICE void put_draft(const Call& call, int b, int step, const outrider_row& shape) {
   const int64_t at = static_cast<int64_t>(b) * call.width + step;
   const int32_t status = shape.status;
-  if (status == OUTRIDER_OK && is_coupled(slot)) {
-    couple_row(slot, drawn_row(call, slot, b, step), slot.position + static_cast<uint32_t>(step),
-               call.tiles + tiles_at(call, b, 0), &shape);
-  } else if (status == OUTRIDER_OK && slot.temperature > 0) {
-    const double u = call.uniforms != nullptr
-                         ? call.uniforms[at]
-                         : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,
-                                   lane_of(slot));
-    const Row row = drawn_row(call, slot, b, step);
-    double fraction = 0;
-    const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft.vocab_size), u,
-                              &fraction);
-    const int shift = shift_of(row, k);
-    float w[PER_LANE];
-    load_tile<GENERAL>(row, k, shift, w);
-    weigh<GENERAL>(w, shift, k, shape);
-    const int e = weights.choose(w, shift, fraction);
-    shape.token = k * TILE + e;
-    shape.weight = weights.w[TileWeights::at(e)];
-  }
-  if (lane_id() != 0) return;
   call.draft_rows[at] = shape; // even if broken: on a GPU, the verification reports it
   call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
   if (call.verdicts != nullptr)
     call.verdicts[b] =
         status == OUTRIDER_OK ? no_verdict() : verdict_of(status, OUTRIDER_DRAFT, step);
+}
+
+struct DrawMemory {
+  TileWeights weights;
+  TileSums mass;
+};
+
+// Draws the draft token, by one warp, from the row's shape and tile masses, into the outputs.
+template <bool GENERAL>
+DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
+                       outrider_row shape, DrawMemory& memory) {
+  if (shape.status == OUTRIDER_OK && slot.temperature > 0) {
+    const double u = call.uniforms != nullptr
+                         ? call.uniforms[static_cast<int64_t>(b) * call.width + step]
+                         : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,
+                                   lane_of(slot));
+    const Row row = drawn_row(call, slot, b, step);
+    double fraction = 0;
+    const int k = memory.mass.choose(call.mass + tiles_at(call, b, 0), tiles_of(row.width), u,
+                                     &fraction);
+    const int shift = shift_of(row, k);
+    float w[PER_LANE];
+    load_tile<GENERAL>(row, k, shift, w);
+    weigh<GENERAL>(w, shift, k, shape);
+    const int e = memory.weights.choose(w, shift, fraction);
+    shape.token = k * TILE + e;
+    shape.weight = memory.weights.w[TileWeights::at(e)];
+  }
+  if (lane_id() == 0) put_draft(call, b, step, shape);
 }
 
 } // namespace

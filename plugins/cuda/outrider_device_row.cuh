@@ -18,6 +18,9 @@ constexpr unsigned ALL_LANES = 0xFFFFFFFFu; // a bit each
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
 DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
+DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
+DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
+DEVICE int block_z() { return static_cast<int>(blockIdx.z); }
 
 // Loads what another block wrote, bypassing the L1 cache. T: a multiple of 8 bytes.
 template <class T> DEVICE T load_uncached(const T* from) {
@@ -198,7 +201,7 @@ DEVICE float logit_at(const Row& row, int64_t id) {
 
 DEVICE bool has_penalty(const outrider_slot& slot) { return slot.repetition_penalty != 1; }
 DEVICE bool has_suppression(const outrider_slot& slot) {
-  return slot.suppress_rows > 0 && slot.suppress_length > 0;
+  return (slot.suppress_rows > 0) & (slot.suppress_length > 0);
 }
 
 // Row i of slot b's round: row `at` of its logits.
@@ -388,23 +391,25 @@ struct TileWeights {
   }
 };
 
-DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction) {
-  return choose<Warp>([sums](int k) { return load_uncached(sums + k); }, tiles, u, fraction);
-}
+// The sums of tiles, for one warp that reads them several times: in shared memory if they fit.
+struct TileSums {
+  static constexpr int MOST = 512;
+  double held[MOST];
 
-// Whether this is the slot's last of `blocks` to finish, which may read what the others wrote.
-DEVICE bool last_block(const Call& call, int b, int blocks) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(call.finished_blocks + b, 1u) == static_cast<unsigned>(blocks) - 1;
-    if (last) call.finished_blocks[b] = 0; // for the next kernel
-    __threadfence();
+  DEVICE void load(const double* sums, int n) {
+    for (int k = lane_id(); k < n && n <= MOST; k += LANES) held[k] = load_uncached(sums + k);
+    __syncwarp();
   }
-  __syncthreads();
-  return last;
-}
+  DEVICE double at(const double* sums, int n, int k) const {
+    return n <= MOST ? held[k] : load_uncached(sums + k);
+  }
+  DEVICE double total(const double* sums, int n) const {
+    return total_of<Warp>([&](int k) { return at(sums, n, k); }, n);
+  }
+  DEVICE int choose(const double* sums, int n, double u, double* fraction) const {
+    return outrider::choose<Warp>([&](int k) { return at(sums, n, k); }, n, u, fraction);
+  }
+};
 
 } // namespace
 #endif

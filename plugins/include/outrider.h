@@ -34,7 +34,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 12
+#define OUTRIDER_ABI_VERSION 13
 #define OUTRIDER_MAX_WIDTH 64 /* maximum number of draft tokens per round */
 
 enum {
@@ -230,7 +230,7 @@ typedef struct {
   uint32_t block; /* number of threads, one-dimensional; no dynamic shared memory */
 } outrider_device_launch;
 
-#define OUTRIDER_DEVICE_MAX_LAUNCHES 5
+#define OUTRIDER_DEVICE_MAX_LAUNCHES 6
 
 typedef struct {
   int32_t launch_count;

@@ -22,9 +22,10 @@ FILTERS, PENALTIES, BLOCK, SHAPES, COUPLED = 1, 2, 4, 8, 16  # outrider_device_s
 KERNELS = tuple(
     b"outrider_" + name
     for name in (
-        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_couple",
-        b"verify_rest", b"verify_rest_general", b"draw_scan", b"draw_scan_general", b"draw_filter",
-        b"begin", b"feed", b"commit", b"again",
+        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_mass",
+        b"verify_couple", b"verify_rest", b"verify_rest_general", b"draw_scan",
+        b"draw_scan_general", b"draw_filter", b"draw_mass", b"draw_couple", b"begin", b"feed",
+        b"commit", b"again",
     )
 )  # fmt: skip
 IMAGE_FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
@@ -51,7 +52,7 @@ class Plan(ctypes.Structure):
 
     _fields_ = (
         ("launch_count", ctypes.c_int32),
-        ("launches", Launch * 5),
+        ("launches", Launch * 6),
         ("call", ctypes.c_uint64 * 64),
     )
 

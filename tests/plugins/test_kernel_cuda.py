@@ -153,6 +153,30 @@ def test_ties(top_k, top_p):
     assert_same(case, plain_places(case, params))
 
 
+ROWS = {
+    "peaked": lambda z: np.where(np.arange(z.shape[-1]) % 500 == 7, z + 12, z),
+    "flat": lambda z: z / 50,
+    "equal": np.zeros_like,
+    # More tokens within a bin of the histogram than the list holds, all different.
+    "dense": lambda z: np.where(np.arange(z.shape[-1]) % 2 == 0, 3 + z / 1e3, z),
+    "few": lambda z: np.where(np.arange(z.shape[-1]) % 200 == 7, z, -np.inf),
+    "huge": lambda z: z * 3e37,  # differences overflow
+    "far": lambda z: z - 1e4,
+}
+
+
+@pytest.mark.parametrize("name", cases(["equal", "dense", "huge"], ROWS))
+def test_filters_on_all_kinds_of_rows(name):
+    """Rows of several blocks: with few and many candidates for the cut, among equal logits too."""
+    case = Case(28, 9 * 1024 * 2, 1, slots=1)
+    for rows in (case.target, case.draft):
+        rows[:] = ROWS[name](rows)
+    for top_k, top_p in ((0, 0.5), (0, 0.9), (60, 1), (300, 0.9), (5000, 0.7), (18_000, 0.99)):
+        assert_same(
+            case, plain_places(case, SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p))
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases(
@@ -237,15 +261,17 @@ def test_launches():
     """One kernel for an unfiltered draw, two for an unfiltered verification."""
     assert launches(make_plan(drawing=True)[1]) == [("outrider_draw_scan", 16, 1, 4, 256)]
     assert launches(make_plan()[1]) == [
-        ("outrider_verify_scan", 16, 6, 4, 256),
+        ("outrider_verify_scan", 95, 1, 4, 256),
         ("outrider_verify_rest", 16, 1, 4, 256),
     ]
     assert launches(make_plan(cuda_kernel.BLOCK)[1])[1] == ("outrider_verify_rest", 16, 5, 4, 256)
-    assert launches(make_plan(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 8, 9, 32, 256)
-    assert launches(make_plan(FILTERS | PENALTIES)[1]) == [
+    assert launches(make_plan(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 16, 1, 32, 256)
+    assert launches(make_plan(FILTERS | PENALTIES | cuda_kernel.COUPLED)[1]) == [
         ("outrider_mark", 1, 1, 4, 512),
-        ("outrider_verify_scan_general", 16, 6, 4, 256),
-        ("outrider_verify_filter", 1, 6, 4, 512),
+        ("outrider_verify_scan_general", 95, 1, 4, 256),
+        ("outrider_verify_filter", 8, 6, 4, 512),
+        ("outrider_verify_mass", 95, 1, 4, 256),
+        ("outrider_verify_couple", 95, 1, 4, 256),
         ("outrider_verify_rest_general", 16, 1, 4, 256),
     ]
 

@@ -165,7 +165,7 @@ def test_the_contract(run_plugin):
         "run 0 0",
         "load", "load",  # two modules
         "outrider_tensorrt_pack 1 1 1 128",
-        "outrider_verify_scan 1 9 3 256",
+        "outrider_verify_scan 2 1 3 256",
         "outrider_verify_rest 1 1 3 256",
         "outrider_tensorrt_unpack 1 1 1 128",
     ]  # fmt: skip
