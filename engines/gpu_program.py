@@ -37,9 +37,13 @@ def adapt_to_gpu(
     ]
     module, attention = program.module(), torch.ops.aten.scaled_dot_product_attention.default
     assert isinstance(module, torch.fx.GraphModule)
-    for node in module.graph.nodes:
-        if node.target is attention:
-            node.target = _attention
+    shared: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in module.graph.find_nodes(op="call_function", target=attention):
+        mask = cast(torch.fx.Node, node.args[3])
+        if mask not in shared:
+            with module.graph.inserting_after(mask):
+                shared[mask] = module.graph.call_function(_prepare_mask, (mask,))
+        node.target, node.args = _attention, (*node.args[:3], shared[mask])
     _replace_outer_products(module.graph)
     _drop_logits_conversion(module.graph)
     joined = _join_matrices(module, program.state_dict)
@@ -137,14 +141,44 @@ def _attribute(module: torch.nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
+def _prepare_mask(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What all attentions with this mask, bool [B, 1, N, S], share: first the mask itself."""
+    if not _runs_triton(mask):
+        return (mask,)
+    from . import gpu_attention
+
+    return gpu_attention.spans(mask)
+
+
 def _attention(
     query: torch.Tensor,  # [B, H, N, D]
     key: torch.Tensor,  # [B, Hkv, S, D]
     value: torch.Tensor,  # [B, Hkv, S, Dv]
-    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
+    masks: tuple[torch.Tensor, ...],  # of `_prepare_mask`
     *,
     scale: float,
     enable_gqa: bool,
+) -> torch.Tensor:
+    """One kernel where it supports the shapes, otherwise two products; [B, H, N, Dv]."""
+    if _runs_triton(query):
+        from . import gpu_attention
+
+        if gpu_attention.supports(query, key, value):
+            out: torch.Tensor = gpu_attention.attention(query, key, value, *masks, scale)
+            return out
+    return _products(query, key, value, masks[0], scale)
+
+
+def _runs_triton(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _products(
+    query: torch.Tensor,  # [B, H, N, D]
+    key: torch.Tensor,  # [B, Hkv, S, D]
+    value: torch.Tensor,  # [B, Hkv, S, Dv]
+    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
+    scale: float,
 ) -> torch.Tensor:
     """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
 

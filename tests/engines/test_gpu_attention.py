@@ -1,0 +1,115 @@
+"""The attention kernel of GPU packages. Triton's interpreter runs it on the CPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so the cases run in a process of their own: this
+file, as a script.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.export import passes
+from workshop import Workshop
+
+from engines import gpu_program
+from runtime.files.graphs import read_pair
+from runtime.files.torch_files import read_program
+
+# Older interpreters do not work with NumPy 2.4.
+NEEDS_TRITON = "the kernel is written in Triton: pip install 'triton>=3.7'"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
+# tokens, heads per key, width of keys and of values, rows
+SOME = [(1, 4, 64, 64, 300), (5, 3, 80, 48, 300), (2, 1, 16, 16, 24), (64, 4, 128, 128, 300)]
+COUNTS, GROUPS, WIDTHS = (1, 2, 5, 9, 64, 300), (1, 3, 4, 8), ((16, 16), (64, 128), (80, 48))
+
+
+@pytest.mark.parametrize("cases", ["some", pytest.param("every", marks=pytest.mark.slow)])
+def test_the_kernel_computes_attention(cases: str) -> None:
+    """Fault: a part that another program computed is lost or counted twice, a row or a token at the
+    edge of a tile is left out, or a masked row has a weight."""
+    pytest.importorskip("triton", "3.7", reason=NEEDS_TRITON)
+    done = subprocess.run(
+        [sys.executable, __file__, cases], capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_for_a_gpu_has_one_kernel_in_each_layer(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its mask is prepared once."""
+    pytest.importorskip("triton", reason=NEEDS_TRITON)
+    # The meta device stands in for a GPU: torch has it on every machine.
+    monkeypatch.setattr(gpu_program, "_runs_triton", lambda tensor: tensor.is_meta)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    graphs = workshop.graphs(*workshop.pair("aotinductor"), form="torch")
+    program, facts = read_program(graphs / "target"), read_pair(graphs).target
+    fitted, _ = gpu_program.adapt_to_gpu(
+        passes.move_to_device_pass(program, "meta"), facts.capacity
+    )
+    names = [str(node.target) for node in fitted.graph.nodes]
+    assert names.count("outrider.attention.default") == len(facts.key_shapes)
+    assert names.count("aten.amax.default") == 1
+    assert not {"aten.bmm.default", "aten.softmax.int"}.intersection(names)
+
+
+def check(
+    batch: int, count: int, groups: int, width: int, value_width: int, rows: int,
+    window: int | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    from engines import gpu_attention
+
+    heads, generator = 2, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    query = random(batch, count, heads * groups, width).transpose(1, 2)
+    key, value = random(batch, heads, rows, width), random(batch, heads, rows, value_width)
+    # The first text is as long as possible, the others are shorter.
+    begin = (rows - count) // torch.arange(1, batch + 1)
+    tokens = begin[:, None, None, None] + torch.arange(count)[:, None]
+    mask = torch.arange(rows) <= tokens
+    if window is not None:
+        mask &= torch.arange(rows) > tokens - window
+    mask[-1, :, count // 2] &= count == 1  # a token that sees nothing
+    hidden = ~mask.any(2)[..., None]  # [B, 1, S, 1]
+    large = torch.where(hidden, 60_000.0, 0.0).to(dtype)
+    prepared = gpu_attention.spans(mask)
+    found = gpu_attention.attend(query, key + large, value + large, *prepared, width**-0.5)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), mask, scale=width**-0.5, enable_gqa=True
+    ).nan_to_num(0)
+    assert not prepared[-1].any(), "the counters are as they were"
+    error = (found.double() - expected).abs().max()
+    assert error < TOLERANCE[dtype], (batch, count, groups, width, rows, window, dtype, error)
+    # What no token sees is not even read, except in the blocks at the edges.
+    near = torch.nn.functional.max_pool1d((~hidden[..., 0]).float(), 127, 1, 63)[..., None] > 0
+    far = torch.where(near, large, float("nan"))
+    assert far.isnan().any() or rows < 127 or window is None
+    again = gpu_attention.attend(query, key + far, value + far, *prepared, width**-0.5)
+    assert torch.equal(again, found)
+
+
+def main(cases: str) -> None:
+    """Check all cases; raises AssertionError."""
+    every = (
+        (count, groups, *widths, (300, 1040)[(index // 3) % 2])
+        for index, (count, groups, widths) in enumerate(itertools.product(COUNTS, GROUPS, WIDTHS))
+    )
+    for number, (count, groups, width, value_width, rows) in enumerate(
+        SOME if cases == "some" else every
+    ):
+        dtype = (torch.float32, torch.float16)[number % 2]
+        check(1 + number % 3, count, groups, width, value_width, rows, None, dtype)
+        check(1 + number % 2, count, groups, width, value_width, rows, 7, dtype)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
