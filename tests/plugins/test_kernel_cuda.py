@@ -31,7 +31,7 @@ from runtime.sampling.warp import SamplingParams
 slow = pytest.mark.slow
 NEEDS = {
     "top-k": FILTERS, "top-p": FILTERS, "min-p": FILTERS, "greedy-penalty": PENALTIES,
-    "block": cuda_kernel.BLOCK,
+    "block": cuda_kernel.BLOCK, "coupled": cuda_kernel.COUPLED,
 }  # fmt: skip
 
 
