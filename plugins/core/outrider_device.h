@@ -25,6 +25,7 @@
 namespace outrider_device {
 constexpr int32_t WARPS = 8, FILTER_WARPS = 16; // per block
 constexpr int32_t BINS = 2048;                  // of the filters' histograms
+constexpr int32_t FILTER_PARTS = 4;             // of a tile, for the histogram
 }
 
 // The scan's result for one tile. In a broken tile the maximum is NaN or +inf, whichever was found.
@@ -87,8 +88,8 @@ constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIE
                               OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
                               OUTRIDER_DEVICE_COUPLED;
 // Blocks of a grid over tiles: as many as 132 multiprocessors run at once, so that with many tiles
-// no block starts late and each waits for the others only once.
-constexpr int32_t MAX_BLOCKS = 528;
+// no block starts late and each waits for the others only once. The filter's use all registers.
+constexpr int32_t MAX_BLOCKS = 4 * 132, MAX_FILTER_BLOCKS = 132;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
 
@@ -177,24 +178,27 @@ struct Kernels {
 inline void add_kernels(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
                         int32_t rows, int32_t coupled_rows, const Kernels& kernels) {
   const int32_t slots = call->slot_count;
-  const auto groups = [&](int64_t count, int32_t warps, int32_t sharing) {
-    const int64_t most = MAX_BLOCKS / sharing, needed = (count + warps - 1) / warps;
-    return static_cast<int32_t>(needed < most ? needed : most > 1 ? most : 1);
+  // Blocks for `count` tiles, one for each warp, or fewer blocks if `most` are shared by so many.
+  const auto groups = [](int64_t count, int32_t warps, int64_t most, int32_t sharing) {
+    const int64_t needed = (count + warps - 1) / warps, share = most / sharing;
+    return static_cast<int32_t>(needed < share ? needed : share > 1 ? share : 1);
   };
-  const int32_t blocks = groups(int64_t{tiles} * rows, WARPS, slots);
+  const int32_t blocks = groups(int64_t{tiles} * rows, WARPS, MAX_BLOCKS, slots);
   const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
   const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
   const char* scan = filters || penalties ? kernels.general : kernels.scan;
   if (penalties) add_launch(plan, launch_of("outrider_mark", 1, 1, slots, FILTER_WARPS));
   add_launch(plan, launch_of(scan, blocks, 1, slots, WARPS));
   if (filters) {
-    const int32_t parts = groups(tiles, FILTER_WARPS, rows * slots);
+    const int32_t parts = groups(int64_t{tiles} * FILTER_PARTS, FILTER_WARPS, MAX_FILTER_BLOCKS,
+                                 rows * slots);
     add_launch(plan, launch_of(kernels.filter, parts, rows, slots, FILTER_WARPS));
     add_launch(plan, launch_of(kernels.mass, blocks, 1, slots, WARPS));
   }
   if ((call->flags & OUTRIDER_DEVICE_COUPLED) != 0)
-    add_launch(plan, launch_of(kernels.couple, groups(int64_t{tiles} * coupled_rows, WARPS, slots),
-                               1, slots, WARPS));
+    add_launch(plan, launch_of(kernels.couple,
+                               groups(int64_t{tiles} * coupled_rows, WARPS, MAX_BLOCKS, slots), 1,
+                               slots, WARPS));
 }
 
 // See outrider.h.

@@ -163,6 +163,9 @@ unsigned __reduce_max_sync(unsigned, unsigned value) {
 unsigned __reduce_min_sync(unsigned, unsigned value) {
   return reduce_lanes(value, [](unsigned a, unsigned b) { return std::min(a, b); });
 }
+unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return reduce_lanes(value, [](unsigned a, unsigned b) { return a | b; });
+}
 
 // --- memory -----------------------------------------------------------------------------------
 

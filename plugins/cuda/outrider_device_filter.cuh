@@ -11,6 +11,7 @@
 namespace {
 
 using outrider_device::BINS;
+using outrider_device::FILTER_PARTS;
 using outrider_device::FILTER_WARPS;
 using Integer = unsigned long long;
 
@@ -122,19 +123,23 @@ struct Candidates {
     return counted ? 1 : z < shape.cut ? 0 : mass_of(z);
   }
 
-  // Fills the histogram from this block's tiles of the row, with the logits from `floor` up.
-  DEVICE void count_tiles(const outrider_device_tile* tiles, float floor, bool counted) const {
+  // Fills the histogram from this block's parts of the row, with the logits from `floor` up. Parts of
+  // tiles, because a token takes long, and there are more multiprocessors than a row has blocks.
+  DEVICE void count_parts(const outrider_device_tile* tiles, float floor, bool counted) const {
 #pragma unroll 1
-    for (int k = block_x() * warps() + warp_id(); k * TILE < row.width;
-         k += static_cast<int>(gridDim.x) * warps()) {
+    for (int at = block_x() * warps() + warp_id(); at / FILTER_PARTS * TILE < row.width;
+         at += static_cast<int>(gridDim.x) * warps()) {
+      const int k = at / FILTER_PARTS;
       if (tiles[k].max < floor) continue;
       float z[PER_LANE];
       load_tile<true>(row, k, shift_of(row, k), z);
 #pragma unroll
       for (int q = 0; q < PER_LANE; ++q) {
-        if (!(z[q] >= floor && z[q] > -INF)) continue;
-        const Integer value = counted ? 1 : mass_of(z[q]);
-        if (value != 0) memory.histogram.add(bin_of(z[q]), value);
+        if (q / (PER_LANE / FILTER_PARTS) != at % FILTER_PARTS || !(z[q] >= floor && z[q] > -INF))
+          continue;
+        const int bin = bin_of(z[q]);
+        if (counted) atomicAdd(memory.histogram.low + bin, 1u);
+        else if (const Integer value = mass_of(z[q])) memory.histogram.add(bin, value);
       }
     }
   }
@@ -278,7 +283,7 @@ DEVICE void filter_row(const Call& call, const outrider_slot& slot, const Row& r
                                                  (2.0 * row.width))) / shape.rate;
   histogram.clear();
   __syncthreads();
-  candidates.count_tiles(tiles, floor, top_k);
+  candidates.count_parts(tiles, floor, top_k);
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < BINS; i += static_cast<int>(blockDim.x))
     if (const Integer sum = histogram.at(i)) atomicAdd(bins.sums + i, sum);

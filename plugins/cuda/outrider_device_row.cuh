@@ -146,6 +146,17 @@ DEVICE void load_raw(const Row& row, int k, int shift, float z[PER_LANE]) {
   }
 }
 
+// From a tile's bit mask, with a word of 32 ids in each lane, the bits of the lane's own elements.
+DEVICE uint32_t bits_of_elements(uint32_t word, int shift) {
+  uint32_t bits = 0;
+  for (int q = 0; q < PER_LANE; q += 1 << shift) { // neighbours are in the same word
+    const int e = element(q, shift);
+    const uint32_t found = __shfl_sync(ALL_LANES, word, e / 32) >> (e % 32);
+    bits |= (found & ((1u << (1 << shift)) - 1)) << q;
+  }
+  return bits;
+}
+
 // Applies penalty and suppression to tile k. Returns whether this hid a NaN or +inf among the
 // lane's logits.
 DEVICE bool process_tile(const Row& row, int k, int shift, float z[PER_LANE]) {
@@ -160,18 +171,19 @@ DEVICE bool process_tile(const Row& row, int k, int shift, float z[PER_LANE]) {
   }
   if (row.suppressed != nullptr) suppress = row.suppressed[word];
   if (!__any_sync(ALL_LANES, (penalise | suppress) != 0)) return false;
-  // Not unrolled, to avoid 32 copies of a division; its array is in local memory, which is
-  // acceptable here.
+  penalise = bits_of_elements(penalise, shift);
+  suppress = bits_of_elements(suppress, shift);
+  // A loop over the few elements that change in any lane, to avoid 32 copies of a division; its
+  // array is in local memory, which is acceptable here.
   float changed[PER_LANE];
 #pragma unroll
   for (int q = 0; q < PER_LANE; ++q) changed[q] = z[q];
   bool hidden = false;
+  uint32_t left = __reduce_or_sync(ALL_LANES, penalise | suppress);
 #pragma unroll 1
-  for (int q = 0; q < PER_LANE; ++q) {
-    const int e = element(q, shift);
-    const uint32_t bit = 1u << (e % 32);
-    const bool changes = (__shfl_sync(ALL_LANES, penalise, e / 32) & bit) != 0;
-    const bool hides = (__shfl_sync(ALL_LANES, suppress, e / 32) & bit) != 0;
+  for (; left != 0; left &= left - 1) {
+    const int q = lowest_bit(left);
+    const bool changes = (penalise >> q & 1) != 0, hides = (suppress >> q & 1) != 0;
     hidden |= hides & !(changed[q] < INF);
     if (hides) changed[q] = -INF;
     else if (changes) changed[q] = penalised(changed[q], row.penalty);

@@ -31,7 +31,7 @@ from runtime.sampling.warp import SamplingParams
 slow = pytest.mark.slow
 NEEDS = {
     "top-k": FILTERS, "top-p": FILTERS, "min-p": FILTERS, "greedy-penalty": PENALTIES,
-    "block": cuda_kernel.BLOCK,
+    "block": cuda_kernel.BLOCK, "coupled": cuda_kernel.COUPLED,
 }  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_launches():
     assert launches(make_plan(FILTERS | PENALTIES | cuda_kernel.COUPLED)[1]) == [
         ("outrider_mark", 1, 1, 4, 512),
         ("outrider_verify_scan_general", 95, 1, 4, 256),
-        ("outrider_verify_filter", 8, 6, 4, 512),
+        ("outrider_verify_filter", 5, 6, 4, 512),
         ("outrider_verify_mass", 95, 1, 4, 256),
         ("outrider_verify_couple", 95, 1, 4, 256),
         ("outrider_verify_rest_general", 16, 1, 4, 256),
