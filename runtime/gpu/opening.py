@@ -89,8 +89,8 @@ def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> 
 
 def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
     """Bytes in addition to weights and caches. activations: those of both models if the builder
-    reported both, otherwise the engines' allowance; buffers: those of a round. Does not include
-    CUDA graphs and the driver's own memory."""
+    reported both, otherwise the engines' allowance, which includes CUDA graphs; buffers: those
+    of a round. Does not include the driver's own memory."""
     pair, engine_class = manifest.pair, device_engine(manifest.backend)
     rows = (
         f.vocab_size * LOGIT_BYTES[engine_class.logits_dtype(f)] if f else 0
