@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ from runtime.files.torch_files import (
 )
 
 from . import gpu_program
-from .cpp_compiler import find_cpp_compiler
+from .cpp_compiler import find_cpp_compiler, full_disk_errno
 from .gpus import CCCL, cuda_toolkit
 from .keys import engine_key
 
@@ -178,7 +177,7 @@ def compile(
             size = sum((out / file).stat().st_size for file in to.compiled_files)
             progress.note = f"{size / 2**20:,.1f} MiB of code"
     except Exception as error:  # noqa: BLE001 - each compiler in the chain has its own exceptions
-        if full_disk := _full_disk_errno(error):
+        if full_disk := full_disk_errno(error):
             raise OSError(full_disk, os.strerror(full_disk), str(out / to.file)) from None
         raise OutriderError(
             "backend",
@@ -256,19 +255,3 @@ def _loaded_driver() -> str | None:
         return None
     lines = Path("/proc/self/maps").read_text().splitlines()
     return next((line.split()[-1] for line in lines if "/libcuda.so" in line), None)
-
-
-def _full_disk_errno(error: BaseException | None) -> int:
-    """The errno if a full disk caused the error, in this process or, judging by the message, in a
-    compiler; otherwise 0."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL_DISK_ERRNOS:
-            return error.errno
-        for number in _FULL_DISK_ERRNOS:
-            if os.strerror(number) in str(error):
-                return number
-        error = error.__cause__ or error.__context__
-    return 0
-
-
-_FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -36,14 +36,16 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
 
 
 def spans(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the attentions with this mask, bool [B, 1, N, S], share: the mask; the first row that
-    each token sees and the one after the last, int32 [B, N]; and the counters, int32 [PROGRAMS]."""
+    """What the attentions with this mask, contiguous bool [B, 1, N, S], share: it; the first row
+    that each token sees and the one after the last, int32 [B, N]; the counters, int32 [PROGRAMS].
+    """
     rows = torch.arange(mask.shape[3], dtype=torch.int32, device=mask.device)
     seen = mask[:, 0]
     begin = torch.where(seen, rows, mask.shape[3]).amin(-1).to(torch.int32)
     end = torch.where(seen, rows + 1, 0).amax(-1).to(torch.int32)
     counters = torch.zeros(PROGRAMS, dtype=torch.int32, device=mask.device)
-    # Inductor writes what it views in this way to memory once, not once for each attention.
+    # Inductor writes what it views in this way to memory once, not once for each attention. That
+    # works only for what is computed, not for another view.
     return mask.as_strided(mask.shape, mask.stride()), begin, end, counters
 
 

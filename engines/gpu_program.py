@@ -39,11 +39,11 @@ def adapt_to_gpu(
     assert isinstance(module, torch.fx.GraphModule)
     shared: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in module.graph.find_nodes(op="call_function", target=attention):
-        mask = cast(torch.fx.Node, node.args[3])
+        query, key, value, mask = cast(tuple[torch.fx.Node, ...], node.args)
         if mask not in shared:
-            with module.graph.inserting_after(mask):
-                shared[mask] = module.graph.call_function(_prepare_mask, (mask,))
-        node.target, node.args = _attention, (*node.args[:3], shared[mask])
+            with module.graph.inserting_before(node):
+                shared[mask] = module.graph.call_function(_prepare_mask, (mask, query, key))
+        node.target, node.args = _attention, (query, key, value, shared[mask])
     _replace_outer_products(module.graph)
     _drop_logits_conversion(module.graph)
     joined = _join_matrices(module, program.state_dict)
@@ -141,13 +141,18 @@ def _attribute(module: torch.nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def _prepare_mask(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What all attentions with this mask, bool [B, 1, N, S], share: first the mask itself."""
-    if not _runs_triton(mask):
+def _prepare_mask(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What all attentions with this mask share: first the mask itself."""
+    import torch
+
+    if not (_runs_triton(mask) and mask.dtype == torch.bool and mask.shape[1] == 1):
         return (mask,)
     from . import gpu_attention
 
-    return gpu_attention.spans(mask)
+    whole = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
+    return gpu_attention.spans(whole.clone(memory_format=torch.contiguous_format))
 
 
 def _attention(
@@ -160,7 +165,7 @@ def _attention(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """One kernel where it supports the shapes, otherwise two products; [B, H, N, Dv]."""
-    if _runs_triton(query):
+    if len(masks) > 1:
         from . import gpu_attention
 
         if gpu_attention.supports(query, key, value):

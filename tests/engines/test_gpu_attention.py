@@ -62,6 +62,30 @@ def test_a_program_for_a_gpu_has_one_kernel_in_each_layer(
     assert not {"aten.bmm.default", "aten.softmax.int"}.intersection(names)
 
 
+@pytest.mark.slow
+def test_masks_that_are_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor reads a view of a view at wrong places. A mask for each head is left to the two
+    products."""
+    pytest.importorskip("triton", reason=NEEDS_TRITON)
+    monkeypatch.setattr(gpu_program, "_runs_triton", lambda tensor: True)
+    query, key = torch.zeros(3, 4, 8, 16), torch.zeros(3, 2, 32, 16)
+
+    def prepare(position: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
+        mask = torch.arange(32) <= position[:1].reshape(-1, 1, 1, 1) + torch.arange(8)[:, None]
+        mask = mask.expand(3, 1, 8, 32) if whole else mask
+        return tuple(tensor.int() + 0 for tensor in gpu_program._prepare_mask(mask, query, key))
+
+    position = torch.tensor([3, 9, 20])
+    compiled = torch.compile(prepare, dynamic=True)
+    for whole in (True, False):
+        found, begin, end, _ = compiled(position, whole)
+        last = torch.arange(4, 12).expand(3, 8)
+        assert not begin.any() and torch.equal(end.long(), last)
+        assert torch.equal(found.bool(), (torch.arange(32) < last[:, None, :, None]))
+    heads = torch.ones(3, 4, 8, 32, dtype=torch.bool)
+    assert gpu_program._prepare_mask(heads, query, key) == (heads,)
+
+
 def check(
     batch: int, count: int, groups: int, width: int, value_width: int, rows: int,
     window: int | None, dtype: torch.dtype,

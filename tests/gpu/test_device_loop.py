@@ -1,7 +1,7 @@
 """A generation as one launch: launches, the end of the loop, and the assignment of results.
 
-This feature is frozen until a GPU shows that it beats launching ahead, so all tests are slow. The
-tests of rounds run on it with the sampler "loop"; these are the tests specific to a loop.
+On a GPU it was no faster than launching ahead, so it is an option and all tests are slow. The tests
+of rounds run on it with the sampler "loop"; these are the tests specific to a loop.
 """
 
 from __future__ import annotations

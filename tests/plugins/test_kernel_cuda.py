@@ -106,11 +106,14 @@ def test_a_large_vocabulary(name):
         assert_same(case, case.places(SamplingParams(**OPTIONS[name])))
 
 
-@slow
-def test_many_slots():
-    """So many tiles that a warp processes two."""
-    case = Case(27, 2500, 1, slots=2800)
-    assert_same(case, plain_places(case, TOKEN))
+@pytest.mark.parametrize("name", cases(["plain"], ["top-p", "coupled"]))
+def test_many_slots(name):
+    """So many that each has a single block, in which a warp processes several tiles."""
+    case, params = Case(27, 3000, 3, slots=300), SamplingParams(**OPTIONS[name])
+    ((_, blocks, _, _, threads), *_) = launches(make_plan(slots=300, width=3, vocab_size=3000)[1])
+    assert blocks * threads // 32 < 4 * 3, "tiles of a slot"
+    places = plain_places(case, params) if name == "plain" else case.places(params)
+    assert_same(case, places)
 
 
 @pytest.mark.parametrize("name", cases(["block"], ["all", "sigmoid", "greedy-lenient"]))
