@@ -56,11 +56,13 @@ ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
 # that may be missing.
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
              "--kernel-name", "kns=outrider_"]  # fmt: skip
-# As much information on failures as possible, because the machine may not be available again.
-VERBOSE_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
-# Container images may lack compiled modules and set this. Compiling Transformers' takes 16 seconds,
-# which only the first part should spend.
-WRITE_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+ENVIRONMENT = {
+    # As much information on failures as possible: the machine may not be available again.
+    "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1",
+    # Container images may lack compiled modules and set this. Compiling Transformers' takes 16
+    # seconds, which only the first part should spend.
+    "PYTHONDONTWRITEBYTECODE": "",
+}  # fmt: skip
 NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # result of checks that need one
 WORK_FOLDER = CHECKOUT / "build" / "gpu-engines"  # of bundles; the report's folder is copied
 KILL_SECONDS = 10  # to wait for a killed process; the driver may hold it while a kernel runs
@@ -187,7 +189,7 @@ def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
     # In its own session, so that its child processes are killed with it.
     process = subprocess.Popen(
         command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
-        env={**os.environ, **VERBOSE_ENV, **WRITE_BYTECODE}, start_new_session=True,
+        env={**os.environ, **ENVIRONMENT}, start_new_session=True,
     )  # fmt: skip
     try:
         status = process.wait(limit)
