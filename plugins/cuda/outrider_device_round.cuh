@@ -133,13 +133,14 @@ struct Position {
 DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
   // All loads that do not depend on others come first.
   const bool drafted = i < slot.gamma;
-  const bool has_row = drafted && (call.draft_rows != nullptr || call.draft.data != nullptr);
+  const bool shaped = shapes_draft(call) && !is_deterministic(slot);
+  const bool has_row = drafted && (call.draft_rows != nullptr || shaped);
   const outrider_row p_row = load_uncached(row_at(call, b, i));
   const outrider_row q_row = has_row ? draft_shape(call, b, i) : p_row;
   const int64_t token = drafted ? call.drafts[static_cast<int64_t>(b) * call.width + i] : -1;
   Position at = {0, 1, 0, p_row.status, OUTRIDER_TARGET};
   if (at.status != OUTRIDER_OK || !drafted) return at;
-  if (call.draft_rows != nullptr && q_row.status != OUTRIDER_OK) {
+  if (q_row.status != OUTRIDER_OK) { // without a row, the target's
     at.status = q_row.status, at.model = OUTRIDER_DRAFT;
     return at;
   }
@@ -160,10 +161,6 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   if (!sigmoid && in_p) at.p = static_cast<double>(weight_of(z, id, p_row)) / p_row.total;
   if (call.draft.data == nullptr) {
     if (sigmoid) at.status = OUTRIDER_NO_DRAFT_LOGITS, at.model = OUTRIDER_DRAFT;
-    return at;
-  }
-  if (shapes_draft(call) && q_row.status != OUTRIDER_OK) {
-    at.status = q_row.status, at.model = OUTRIDER_DRAFT;
     return at;
   }
   const Row draft = draft_row(call, slot, b, i);
