@@ -27,6 +27,7 @@ ENGINES ?= build/demo
 PROMPTS ?=
 GPU_OUT ?=
 GPU_SECONDS ?=
+PREPARE ?=
 CALL ?=
 DRY ?=
 TENSORRT_ROOT ?=
@@ -35,7 +36,7 @@ export PYTHONUNBUFFERED := 1
 # neither make nor the shell expands variables and commands in them.
 GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS BITS DRAFT_WEIGHTS CACHE TEXT MAX_LEN \
          MAX_GAMMA SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT GPU_SECONDS \
-         CALL TENSORRT_ROOT
+         CALL PREPARE TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 # Without this check, a misspelt name on the command line would be ignored silently.
 KNOWN := QUICK DRY PYTHON PY CXX CUDA_HOME PIP_% OUTRIDER_%
@@ -64,8 +65,8 @@ help:
 	@echo '             [MEASURE=1] measure what the bitwise results depend on'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, with'
 	@echo '                or without one; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
-	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU of this machine, or with SM=cpu'
-	@echo '                for its CPU'
+	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] SM=90 builds for GPUs of one architecture, with'
+	@echo '                or without one; SM=cpu for the CPU; without SM, for the GPU of this machine if it has one'
 	@echo 'make test       run the tests, minutes on two cores; make test-slow: the long ones'
 	@echo 'make test-serve test the servers of examples/ with OpenAI'"'"'s client, in an environment of their own'
 	@echo 'make check      run ruff, mypy and the structure rules; make map prints the structure'
@@ -76,7 +77,8 @@ help:
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   compile the TensorRT plugin and engine, into build/lib'
 	@echo 'make gpu-check  run all checks that need a GPU, in calls of 9 minutes: [CALL=1|2|3]'
-	@echo '                [GPU_OUT=<folder>] [GPU_SECONDS=540]; DRY=1 prints what each call would do'
+	@echo '                [GPU_OUT=<folder>] [GPU_SECONDS=540]; DRY=1 prints what each call would do;'
+	@echo '                PREPARE=90 compiles its pairs for such GPUs, without one'
 	@echo 'make wheel      build the installable runtime, into dist/'
 	@echo 'make clean      remove build products; make distclean: the environment too'
 	@echo 'On failure, make always exits with 2; the status of the failed command (see --help of'
@@ -167,6 +169,7 @@ report: kernel
 gpu-check:
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench gpu $${GPU_OUT:+--out="$$GPU_OUT"} \
 	  $${CALL:+--call="$$CALL"} $${GPU_SECONDS:+--seconds="$$GPU_SECONDS"} \
+	  $${PREPARE:+--prepare="$$PREPARE"} \
 	  $(if $(filter 1,$(DRY)),--dry)
 
 plugins: .venv/stamp

@@ -15,7 +15,7 @@ BACKENDS = {  # modules, imported on demand
     "onnxruntime": "onnxruntime",
     "tensorrt_rtx": "tensorrt.rtx",
     "tensorrt": "tensorrt.plain",
-    "aotinductor": "aotinductor",
+    "aotinductor": "aotinductor.builder",
 }
 
 

@@ -215,7 +215,8 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
     An engine requires the version of the library that built it. Raises OutriderError "backend".
     """
     for package, built, installed in _other_versions(manifest) if manifest.engines else ():
-        if installed is not None:
+        # Any build of a version will do: +cpu or +cu130 only names the variant.
+        if installed and installed.partition("+")[0] != built.partition("+")[0]:
             raise OutriderError(
                 "backend",
                 f"{folder} was built with {package} {built}, and {installed} is installed",

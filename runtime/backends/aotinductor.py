@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 def import_torch(version: str | None = None) -> Any:
-    # Any build of that version will do: +cpu or +cu130 only names the variant.
+    # Any build of that version will do, see `runtime.bundle`.
     wanted = f"=={version.partition('+')[0]}" if version else ""
     remedy = f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime."
     with importing("torch", remedy, "PyTorch"):
@@ -257,7 +257,7 @@ class AotiCudaEngine(PreparedEngine):
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
-        return facts.dtype  # see engines.gpu_program.adapt_to_gpu
+        return facts.dtype  # see engines.aotinductor.program
 
     @classmethod
     def release_unused_memory(cls) -> None:

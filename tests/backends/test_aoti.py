@@ -165,6 +165,15 @@ def test_a_bundle_that_does_not_fit(
     assert rebuilt or cause == "cannot load"
 
 
+def test_another_build_of_the_same_torch(bundle: Path, tmp_path: Path) -> None:
+    """Fault: a bundle compiled with PyTorch for the CPU is refused by PyTorch for CUDA."""
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    other = torch.__version__.partition("+")[0] + "+cu999"
+    edited(lambda c: c["facts"]["versions"].update(torch=other))(copy)
+    with load(copy, verify=False) as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=4).token_ids
+
+
 def test_without_torch(bundle: Path) -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"

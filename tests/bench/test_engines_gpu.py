@@ -17,6 +17,7 @@ from workshop import Workshop
 from bench.suites.gpu import (
     checks,
     constructed,
+    parts,
     profiling,
     suite,
     times,
@@ -27,7 +28,7 @@ from bench.suites.gpu.constructed import SHAPES, TARGET, check_bigram, fill_weig
 from bench.suites.gpu.engines import main, run_sections
 from bench.suites.gpu.profiling import Kernel
 from bench.suites.gpu.times import Times
-from engines.gpu_program import adapt_to_gpu
+from engines.aotinductor.program import adapt_to_gpu
 from runtime import load
 from runtime.files.torch_files import WEIGHTS_FILE, read_program
 
@@ -285,10 +286,15 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
 def test_all_of_it(tmp_path: Path) -> None:
     """All of the benchmark, with AOTInductor on the CPU: the pairs, their bundles, timings and
     checks."""
-    limits, log = (600, 600), (tmp_path / "log").open("w")
-    tiny = suite.timed_pair_parts("tiny", tmp_path, limits, limits, device="cpu")
+    log = (tmp_path / "log").open("w")
+    every = [
+        *parts.build_parts("tiny", tmp_path, "cpu", 0),
+        *parts.times_parts("tiny", tmp_path, 600, 0, device="cpu"),
+        *parts.build_parts("bundled", tmp_path, "cpu", 0),
+        *parts.check_parts(tmp_path, device="cpu"),
+    ]
     results = {}
-    for part in (*tiny, *suite.bundled_pair_parts(tmp_path, device="cpu")):
+    for part in every:
         outcome = suite.run_part(part, 600, log)
         assert outcome["status"] == "ok", (tmp_path / "log").read_text()
         results[part.name] = outcome.get("result", {})

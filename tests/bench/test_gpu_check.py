@@ -13,8 +13,10 @@ import pytest
 import engines.command
 import export.__main__
 from bench.suites.gpu import engines as measuring
+from bench.suites.gpu import parts as planned
 from bench.suites.gpu import suite
-from bench.suites.gpu.suite import Part, parts, run_parts
+from bench.suites.gpu.parts import Part, parts, preparing_parts
+from bench.suites.gpu.suite import run_parts
 
 PYTHON = [sys.executable, "-c"]
 
@@ -132,9 +134,9 @@ def test_the_plan(tmp_path):
     """Commands parse, calls take at most ten minutes, and a result that is read is also written.
     Bundles lie outside the report's folder, which is copied back."""
     parsers = {
-        tuple(suite.ENGINES): measuring.parser(),
-        (*suite.PYTHON, "export"): export.__main__.parser(),
-        (*suite.PYTHON, "engines"): engines.command.parser(),
+        tuple(planned.ENGINES): measuring.parser(),
+        (*planned.PYTHON, "export"): export.__main__.parser(),
+        (*planned.PYTHON, "engines"): engines.command.parser(),
     }
     every = parts(tmp_path, "sm_90")
     for call in (1, 2, 3):
@@ -160,3 +162,49 @@ def test_the_plan(tmp_path):
                 assert tmp_path not in place.parents
                 parsed += 1
     assert parsed == 2 * 3 + 7
+
+
+def test_pairs_that_were_compiled_before(tmp_path, monkeypatch):
+    """They are unpacked instead of built, if they fit this GPU and this PyTorch. All calls then
+    take a quarter of an hour."""
+    monkeypatch.setattr(planned, "PREPARED", tmp_path)
+
+    def names(architecture):
+        return {part.name for part in parts(tmp_path, architecture)}
+
+    usual = names("sm_90")
+    made = preparing_parts("sm_90")
+    archives = [part.command[2] for part in made if part.name.endswith(": pack")]
+    for archive in archives:
+        archive.touch()
+    built = {part.name for part in made if "build" in part.name or "export" in part.name}
+    pairs = "1b+small", "8b+1b", "bundled"
+    assert not any(part.gpu for part in made) and built < usual
+    assert names("sm_90") == usual - built - {"bundled: checkpoints"} | {
+        f"{pair}: unpack" for pair in pairs
+    }
+    assert names("sm_120") == usual, "another GPU"
+    assert sum(part.expected for part in parts(tmp_path, "sm_90")) <= 15 * 60 - 90
+    monkeypatch.setattr(planned.metadata, "version", lambda name: "1.0")
+    assert names("sm_90") == usual, "another PyTorch"
+
+
+def test_a_pair_is_packed_and_unpacked(tmp_path, monkeypatch):
+    """The holes of its weights take no room in the archive."""
+    monkeypatch.setattr(planned, "PREPARED", tmp_path)
+    monkeypatch.setattr(planned, "WORK_FOLDER", tmp_path / "work")
+    weights = tmp_path / "work" / "8b+1b" / "bundle" / "weights.bin"
+    weights.parent.mkdir(parents=True)
+    (weights.parent / "manifest.json").write_text("{}")
+    weights.write_bytes(b"header")
+    os.truncate(weights, 2**34)
+    pack, remove = (
+        p for p in preparing_parts("sm_90") if p.name in ("8b+1b: pack", "8b+1b: remove")
+    )
+    with (tmp_path / "log").open("w") as log:
+        for part in (pack, remove):
+            assert suite.run_part(part, 60, log)["status"] == "ok"
+        assert not weights.exists() and pack.command[2].stat().st_size < 2**16
+        (unpack,) = planned.pair_parts("8b+1b", "sm_90", 0)
+        assert suite.run_part(unpack, 60, log)["status"] == "ok"
+    assert weights.stat().st_size == 2**34 and weights.stat().st_blocks * 512 < 2**16

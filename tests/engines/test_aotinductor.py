@@ -1,15 +1,17 @@
-"""AOTInductor's builds: the target processor, what is compiled, and builds that end early.
-
-No GPU is needed: where one would be, the compiler is replaced by a fake.
-"""
+"""AOTInductor's builds: the target processor, what is compiled, and builds that end early."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
+import subprocess
 import weakref
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +21,28 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, VOCAB_SIZE, WITH_ENCODER
 from commands import error_line, limited_files, run
-from torch.export import passes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
 
 import engines.__main__
-from engines import aotinductor, cpp_compiler, gpu_program, gpus
+from engines import gpus
+from engines.aotinductor import absent_gpu, builder, cpp_compiler
+from engines.aotinductor import program as gpu_program
+from engines.aotinductor.cpp_compiler import find_cpp_compiler
 from engines.bundle import build
-from engines.cpp_compiler import find_cpp_compiler
-from export.program import save
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.graphs import read_pair
 from runtime.files.manifest import PACKAGE_FILE, EngineFacts
-from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
+from runtime.files.torch_files import (
+    JOINED,
+    WEIGHTS_FILE,
+    cpu_targets,
+    read_program,
+    read_tensors,
+)
 
+NEEDS_TRITON = "kernels for GPUs are written in Triton: pip install -e '.[aotinductor]'"
 Machine = Callable[[tuple[int, int] | None], None]
 
 
@@ -48,13 +57,13 @@ def graphs(workshop: Workshop) -> Path:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretend that this machine has a GPU of that capability, and the tools to compile for it."""
+    """Pretend that this machine has a GPU of that capability, and the tools to compile for one."""
 
     def make(capability: tuple[int, int] | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-        monkeypatch.setattr(aotinductor, "cuda_toolkit", lambda named: "/cuda")
+        monkeypatch.setattr(builder, "find_spec", lambda name: "found")
+        monkeypatch.setattr(builder, "cuda_toolkit", lambda named: "/cuda")
 
     return make
 
@@ -63,30 +72,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     ("capability", "sm", "dtype", "expected"),
     [
         ((9, 0), "", "bfloat16", "sm90"),
-        ((9, 0), "90", "float32", "sm90"),
-        ((12, 0), "120", "bfloat16", "sm120"),
+        ((9, 0), "120", "float32", "sm120"),
+        (None, "90", "bfloat16", "sm90"),
         ((7, 5), "", "float16", "sm75"),
         ((7, 5), "cpu", "bfloat16", None),
         (None, "", "float32", None),
         (None, "cpu", "float32", None),
     ],
 )
-def test_it_builds_for_the_gpu_that_is_there(
+def test_it_builds_for_the_gpu_that_is_named_or_there(
     machine: Machine, capability: tuple[int, int] | None, sm: str, dtype: str, expected: str | None
 ) -> None:
     machine(capability)
-    assert aotinductor.targets(sm, dtype) == ([expected] if expected else cpu_targets())
+    assert builder.targets(sm, dtype) == ([expected] if expected else cpu_targets())
 
 
 @pytest.mark.parametrize(
     ("capability", "sm", "dtype", "cause"),
     [
-        ((9, 0), "89", "float16", r"SM=89 .* builds only for its GPU \(SM=90\)"),
-        ((9, 0), "90,89", "float16", "SM=90,89 does not match"),
-        ((9, 0), "x", "float16", "SM=x does not match"),
-        (None, "90", "float16", "builds only for its CPU"),
-        ((7, 5), "", "bfloat16", r"\(SM=75\) does not support bfloat16"),
-        ((7, 5), "75", "bfloat16", r"\(SM=75\) does not support bfloat16"),
+        ((9, 0), "90,89", "float16", "one GPU or the CPU, not for SM=90,89"),
+        (None, "x", "float16", "not for SM=x"),
+        ((7, 0), "", "float16", "not for SM=70"),
+        ((7, 5), "", "bfloat16", r"compute capability 7.5 do not support bfloat16"),
+        (None, "75", "bfloat16", r"compute capability 7.5 do not support bfloat16"),
     ],
 )
 def test_other_gpus_are_refused(
@@ -94,24 +102,20 @@ def test_other_gpus_are_refused(
 ) -> None:
     machine(capability)
     with pytest.raises(OutriderError, match=f"^option: .*{cause}"):
-        aotinductor.targets(sm, dtype)
+        builder.targets(sm, dtype)
 
 
 @pytest.mark.parametrize(
-    ("name", "nothing", "what"),
-    [
-        ("torch.utils._triton.has_triton", lambda: False, "Triton"),
-        ("engines.aotinductor.cuda_toolkit", lambda named: None, "the CUDA headers"),
-    ],
+    ("name", "what"), [("find_spec", "Triton"), ("cuda_toolkit", "the CUDA headers")]
 )
 def test_what_compiles_for_a_gpu_is_missing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, nothing: object, what: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, what: str
 ) -> None:
     machine((9, 0))
-    monkeypatch.setattr(name, nothing)
-    with pytest.raises(OutriderError, match=f"^backend: .*AOTInductor needs .*{what}.* SM=cpu"):
-        aotinductor.targets("", "float16")
-    assert aotinductor.targets("cpu", "float16") == cpu_targets()
+    monkeypatch.setattr(builder, name, lambda asked: None)
+    with pytest.raises(OutriderError, match=f"^backend: .*AOTInductor needs {what}.*SM=cpu"):
+        builder.targets("", "float16")
+    assert builder.targets("cpu", "float16") == cpu_targets()
 
 
 def test_the_toolkit_is_one_whose_headers_are_whole(
@@ -199,18 +203,6 @@ def test_the_usual_compiler(compilers: Path, capsys: pytest.CaptureFixture[str])
 # What is compiled
 
 
-def devices_of(program: torch.export.ExportedProgram) -> set[str]:
-    """Devices of its weights and example inputs, and of all that its graphs compute or name."""
-    found: list[object] = [*program.state_dict.values(), *program.constants.values()]
-    found += torch.utils._pytree.tree_leaves(program.example_inputs)
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            found += torch.utils._pytree.tree_leaves(node.meta.get("val"))
-            if "device" in node.kwargs:
-                found.append(torch.empty(0, device=node.kwargs["device"]))
-    return {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)}
-
-
 def repeated_caches(program: torch.export.ExportedProgram, heads: int) -> list[torch.Tensor]:
     """Copies of keys or values for all query heads, [B, H, S, D], after torch's operators have been
     decomposed."""
@@ -223,53 +215,98 @@ def repeated_caches(program: torch.export.ExportedProgram, heads: int) -> list[t
     return [value for value in alike if value.shape[1:] == (heads, *key.shape[2:])]
 
 
+@pytest.fixture
+def compiled(graphs: Path, tmp_path: Path) -> Callable[[str], EngineFacts]:
+    """Compiles the target for a processor, into the test's folder."""
+
+    def make(target: str) -> EngineFacts:
+        to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
+        facts = read_pair(graphs).target
+        assert builder.compile("target", graphs / "target", tmp_path, facts, to) == to
+        return to
+
+    return make
+
+
 @pytest.mark.parametrize("target", ["sm90", "cpu"])
 def test_what_is_compiled(
-    graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+    graphs: Path, compiled: Callable[[str], EngineFacts], monkeypatch: pytest.MonkeyPatch,
+    target: str,
+) -> None:  # fmt: skip
+    on_gpu = target == "sm90"
+    if on_gpu:
+        pytest.importorskip("triton", reason=NEEDS_TRITON)
     seen: dict[str, Any] = {}
 
     def compile(program: Any, *, package_path: str, inductor_configs: dict[str, Any]) -> None:
         (_, _, _, (key, *_), _), _ = program.example_inputs
-        targets = {str(node.target) for node in program.graph.nodes}
-        own = "aten.scaled_dot_product_attention.default" not in targets
-        folder = os.environ["LIBRARY_PATH"].partition(os.pathsep)[0]
-        driver = Path(folder, "libcuda.so")
+        everything = [*program.state_dict.values(), *program.constants.values()]
+        everything += torch.utils._pytree.tree_leaves(program.example_inputs)
+        for node in program.graph.nodes:
+            everything += torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        tensors = [each for each in everything if isinstance(each, torch.Tensor)]
+        stubs = os.environ["LIBRARY_PATH"].partition(os.pathsep)[0]
         seen.update(
-            devices=devices_of(program), config=inductor_configs, rows=key.shape[2], own=own,
-            driver=os.readlink(driver) if driver.is_symlink() else None,
+            devices={tensor.device.type for tensor in tensors}, rows=key.shape[2],
+            config=inductor_configs, capability=torch.cuda.is_available()
+            and torch.cuda.get_device_capability(),
+            kernels=[str(node.target) for node in program.graph.nodes].count(
+                "outrider.attention.default"
+            ),
+            stubs=sorted(os.listdir(stubs)) if on_gpu else None,
             toolkit=torch.utils.cpp_extension.CUDA_HOME, headers=os.environ.get("CPATH"),
         )  # fmt: skip
         Path(package_path).write_bytes(b"code")
 
-    def move(program: Any, to: str, real: Any = passes.move_to_device_pass) -> Any:
-        # The meta device stands in for a GPU: torch has it on every machine.
-        return real(program, {"cuda": "meta"}[to])
-
-    monkeypatch.setattr(passes, "move_to_device_pass", move)
-    monkeypatch.setattr(aotinductor, "_loaded_driver", lambda: "/lib/libcuda.so.1")
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/above/nvcc")
-    monkeypatch.setattr(aotinductor, "cuda_toolkit", {"/above/nvcc": "/cuda"}.get)
+    monkeypatch.setattr(builder, "cuda_toolkit", {"/above/nvcc": "/cuda"}.get)
     monkeypatch.setenv("LIBRARY_PATH", "/before")
     monkeypatch.delenv("CPATH", raising=False)
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
-    to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
-    facts = read_pair(graphs).target
-    assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
-    on_gpu, config = target == "sm90", seen.pop("config")
+    compiled(target)
+    facts, config = read_pair(graphs).target, seen.pop("config")
     assert config.pop("cpp.cxx") == (None, find_cpp_compiler())
     metadata = config.pop("aot_inductor.metadata", {})
-    expected = aotinductor.CONFIG | (aotinductor.GPU_CONFIG if on_gpu else {})
+    expected = builder.CONFIG | (builder.GPU_CONFIG if on_gpu else {})
     assert config == expected and set(metadata) == ({JOINED} if on_gpu else set())
-    assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
     assert seen == {
-        "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
-        "driver": "/lib/libcuda.so.1" if on_gpu else None,
+        "devices": {"cuda" if on_gpu else "cpu"},
+        "capability": (9, 0) if on_gpu else False,
+        "kernels": len(facts.key_shapes) if on_gpu else 0,
+        "rows": facts.capacity if on_gpu else 16,
+        "stubs": ["libcuda.so", "libtorch_cuda.so"] if on_gpu else None,
         "toolkit": "/cuda" if on_gpu else "/above/nvcc",
         "headers": "/cuda/include/cccl" if on_gpu else None,
     }  # fmt: skip
+    # Everything is as before.
     assert os.environ["LIBRARY_PATH"] == "/before" and "CPATH" not in os.environ
     assert torch.utils.cpp_extension.CUDA_HOME == "/above/nvcc"
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.slow
+def test_a_package_for_a_gpu_that_is_not_there(
+    graphs: Path, compiled: Callable[[str], EngineFacts], tmp_path: Path
+) -> None:
+    """Its machine code is for that GPU, it asks for the driver and for torch's library, and it
+    reads no weights but those of the file."""
+    pytest.importorskip("triton", reason=NEEDS_TRITON)
+    if not gpus.cuda_toolkit(None):
+        pytest.skip("no CUDA headers: pip install -e '.[aotinductor]'")
+    with zipfile.ZipFile(tmp_path / compiled("sm90").file) as package:
+        package.extractall(tmp_path / "package")
+    kernels = [path.read_bytes() for path in tmp_path.rglob("*.cubin")]
+    assert len(kernels) > 8
+    assert all(b".target sm_90" in code for code in kernels)
+    (library,) = tmp_path.rglob("*.so")
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    assert "[libcuda.so.1]" in needed and "[libtorch_cuda.so]" in needed
+    (source,) = tmp_path.rglob("*.wrapper.cpp")
+    named = re.findall(r'constants_info_\[\d+\]\.original_fqn = "(.*)"', source.read_text())
+    metadata = json.loads(source.with_name(source.stem + "_metadata.json").read_text())
+    joined = json.loads(metadata[JOINED])
+    assert set(named) <= {*read_tensors(graphs / "target" / WEIGHTS_FILE), *joined}
+    assert set(joined) <= set(named)
 
 
 def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
@@ -277,13 +314,13 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
 ) -> None:
     monkeypatch.setattr(
         "torch._inductor.list_options",
-        lambda: ["cpp.dynamic_threads", *aotinductor.GPU_CONFIG, "x"],
+        lambda: ["cpp.dynamic_threads", *builder.GPU_CONFIG, "x"],
     )
-    assert aotinductor._compile_options(gpu=True) == {
+    assert builder._compile_options(gpu=True) == {
         "cpp.dynamic_threads": True,
-        **aotinductor.GPU_CONFIG,
+        **builder.GPU_CONFIG,
     }
-    assert aotinductor._compile_options(gpu=False) == aotinductor.CONFIG
+    assert builder._compile_options(gpu=False) == builder.CONFIG
 
 
 def test_matrices_of_one_vector_are_one_matrix() -> None:
@@ -353,19 +390,6 @@ def test_products_that_float16_cannot_hold() -> None:
     torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=0)
 
 
-def test_a_build_reads_no_weights_that_were_never_written(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.BatchNorm1d(2)).eval()
-    save(torch.export.export(module, (torch.ones(4, 3),)), tmp_path, holes=True)
-    program = read_program(tmp_path)
-    aotinductor._fill_holes(program, tmp_path / WEIGHTS_FILE, "meta")
-    assert {
-        name: (tensor.device.type, tuple(tensor.shape))
-        for name, tensor in program.state_dict.items()
-        if name in ("0.weight", "1.weight", "1.running_var")
-    } == {"0.weight": ("meta", (2, 3)), "1.weight": ("meta", (2,)), "1.running_var": ("cpu", (2,))}
-    assert isinstance(program.state_dict["0.weight"], torch.nn.Parameter)
-
-
 @pytest.mark.slow
 def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     facts, heads = read_pair(graphs).target, 4
@@ -404,18 +428,22 @@ def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name:
     fitted, _ = gpu_program.adapt_to_gpu(read_program(graphs / "target"), capacity)
     expected = logits(read_program(graphs / "target"))
     torch.testing.assert_close(logits(fitted), expected, atol=1e-4, rtol=1e-4)
+    if find_spec("triton"):  # its weights are found, and nothing needs a GPU
+        with absent_gpu.pretend(90):
+            builder._move_to_gpu(read_program(graphs / "target"), capacity)
 
 
 @pytest.mark.slow
 def test_attention_of_every_size_is_the_same_attention(
-    workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workshop: Workshop, graphs: Path, compiled: Callable[[str], EngineFacts], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Everything that differs in a build for a GPU, except for the device."""
-    monkeypatch.setattr(passes, "move_to_device_pass", lambda program, _: program)
+    monkeypatch.setattr(builder, "_for_gpu", lambda capability, out: nullcontext())
+    monkeypatch.setattr(builder, "_move_to_gpu", gpu_program.adapt_to_gpu)
     facts = read_pair(graphs).target
     (tmp_path / WEIGHTS_FILE).hardlink_to(graphs / "target" / WEIGHTS_FILE)
-    to = EngineFacts("key", PACKAGE_FILE, ["sm90"], [], WEIGHTS_FILE)
-    aotinductor.compile("target", graphs / "target", tmp_path, facts, to)
+    compiled("sm90")
     usual = workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor") / "target"
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 33))
     found, expected = (

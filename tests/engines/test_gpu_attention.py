@@ -16,12 +16,12 @@ import torch
 from torch.export import passes
 from workshop import Workshop
 
-from engines import gpu_program
+from engines.aotinductor import program as gpu_program
 from runtime.files.graphs import read_pair
 from runtime.files.torch_files import read_program
 
 # Older interpreters do not work with NumPy 2.4.
-NEEDS_TRITON = "the kernel is written in Triton: pip install 'triton>=3.7'"
+NEEDS_TRITON = "the kernel is written in Triton: pip install -e '.[aotinductor]'"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 # tokens, heads per key, width of keys and of values, rows
 SOME = [
@@ -90,7 +90,7 @@ def check(
     batch: int, count: int, groups: int, width: int, value_width: int, rows: int,
     window: int | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from engines import gpu_attention
+    from engines.aotinductor import attention
 
     heads, generator = 2, torch.Generator().manual_seed(0)
 
@@ -108,8 +108,8 @@ def check(
     mask[-1, :, count // 2] &= count == 1  # a token that sees nothing
     hidden = ~mask.any(2)[..., None]  # [B, 1, S, 1]
     large = torch.where(hidden, 60_000.0, 0.0).to(dtype)
-    prepared = gpu_attention.spans(mask)
-    found = gpu_attention.attend(query, key + large, value + large, *prepared, width**-0.5)
+    prepared = attention.spans(mask)
+    found = attention.attend(query, key + large, value + large, *prepared, width**-0.5)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), mask, scale=width**-0.5, enable_gqa=True
     ).nan_to_num(0)
@@ -120,7 +120,7 @@ def check(
     near = torch.nn.functional.max_pool1d((~hidden[..., 0]).float(), 127, 1, 63)[..., None] > 0
     far = torch.where(near, large, float("nan"))
     assert far.isnan().any() or window is None or rows - count < 127
-    again = gpu_attention.attend(query, key + far, value + far, *prepared, width**-0.5)
+    again = attention.attend(query, key + far, value + far, *prepared, width**-0.5)
     assert torch.equal(again, found)
 
 

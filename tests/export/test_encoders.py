@@ -14,7 +14,7 @@ from exported import Refused, edit_json
 from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
-from engines import aotinductor
+from engines.aotinductor import builder
 from engines.bundle import build, supported_features
 from engines.registry import BACKENDS
 from export.checkpoint import find, has_same_encoder
@@ -103,7 +103,7 @@ def test_backends_that_run_no_encoder(
         sm = "cpu" if name == "aotinductor" else ""
         # The export gets this list from `make engines`.
         assert (ENCODER_DECODERS in supported_features(name, dtype, sm)) == supported
-    monkeypatch.setattr(aotinductor, "targets", lambda *_: ["sm90"])
+    monkeypatch.setattr(builder, "targets", lambda *_: ["sm90"])
     for name in ("tensorrt_rtx", "aotinductor"):
         with pytest.raises(OutriderError, match=r"^backend: .*does not run encoder-decoders"):
             build(graphs, tmp_path / "out", backend=name, slots=1)

@@ -46,10 +46,10 @@ OUTSIDE = {
         {"onnxruntime", "torch", "soundfile", "soxr", *GPU},
     ),
     "export": (EXPORTING, {"onnxruntime"}),
-    "engines": (set[str](), {"onnxruntime", "onnx", "torch", *GPU}),
+    "engines": (set[str](), {"onnxruntime", "onnx", "torch", "triton", *GPU}),
 }
 # Modules that are imported only in functions, and what they may therefore import anywhere.
-LAZY = {"engines/gpu_attention.py": {"torch", "triton"}}
+LAZY = {"engines/aotinductor/attention.py": {"torch", "triton"}}
 # Modules of other rooms that a room may import, by prefix.
 SHARED = {"runtime": (), "export": ("runtime.files.", "runtime.drafts.tables"),
           "engines": ("runtime.files.",)}  # fmt: skip

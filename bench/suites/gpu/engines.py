@@ -1,8 +1,8 @@
 """python -m bench.suites.gpu.engines: build, check and time a pair on the GPU of this machine.
 
 `checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
-`suite.bundled_pair_parts` makes FOLDER/bundle and FOLDER/reference; `build` writes the
-FOLDER/bundle of a constructed pair. `check` and `times` use these. Each command prints its progress
+`parts.build_parts` makes FOLDER/bundle and FOLDER/reference; `build` writes the FOLDER/bundle of a
+constructed pair. `check` and `times` use these. Each command prints its progress
 and writes one JSON file. With --device cpu everything runs without a GPU, and results that need one
 are null. `constructed` describes the pairs.
 """
@@ -35,12 +35,12 @@ def parser() -> argparse.ArgumentParser:
     for name in ("checkpoints", "build", *KINDS):
         add = commands.add_parser(name).add_argument
         add("folder", type=Path, metavar="FOLDER")
-        if name != "checkpoints":
-            add("--device", default="cuda", choices=["cuda", "cpu"])
         if name == "build":
             add("--pair", required=True, choices=list(SHAPES))
+            add("--sm", default="", help="as in make engines")
         if name not in KINDS:
             continue
+        add("--device", default="cuda", choices=["cuda", "cpu"])
         add("--json", type=Path, metavar="FILE", help="write the report to this file")
         add("--quick", action="store_true", help="fewer settings and shorter texts")
         add("--only", action="append", choices=[*KINDS[name].NAMES, "loop"])
@@ -58,7 +58,7 @@ def _main(args: argparse.Namespace) -> int:
         write_bundled(args.folder)
         return 0
     if args.command == "build":
-        build(args.pair, args.folder, args.device)
+        build(args.pair, args.folder, args.sm)
         return 0
     kind = KINDS[args.command]
     subject = kind(args.folder, args.device, args.quick)

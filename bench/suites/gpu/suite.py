@@ -13,8 +13,9 @@ Three calls of less than ten minutes each run everything, the most important par
     make gpu-check CALL=2    # times of a large pair, and of the kernel in every shape
     make gpu-check CALL=3    # checks, tests, sanitizer
 
-The first two measure the figures of all goals, in a quarter of an hour if they run on the same
-machine, which keeps what the first has compiled. GPU_SECONDS limits a call to what is left.
+The pairs can be compiled before, on a machine without a GPU: PREPARE=90 does so for GPUs of compute
+capability 9.0, and packs them into build/gpu-prepared. Copied to the machine with the GPU, they
+save half of the time there, if it has the same version of PyTorch. GPU_SECONDS limits a call.
 
 GPU_OUT=<folder> sets the output folder. The reports name the card, which should be the same in all
 calls.
@@ -28,34 +29,20 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from engines.aotinductor.absent_gpu import GPUS
 from runtime.files.errors import CommandParser, first_line, positive_int, run_command
 from runtime.files.folders import replacing
 
 from ...core import machine
 from ...core.machine import CHECKOUT
-from .constructed import DTYPE
+from .parts import PREPARED, Part, parts, preparing_parts
 
-KERNEL_TESTS = (
-    "tests/sampling/test_kernel.py",
-    "tests/sampling/test_kernel_edges.py",
-    "tests/sampling/test_kernel_exact.py",
-)
-PYTHON = [sys.executable, "-m"]
-KERNEL = [*PYTHON, "bench.suites.gpu.kernel"]
-ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
-# Only Outrider's kernels, because instrumenting torch's takes minutes. API errors are raised where
-# they occur anyway; reporting them would also count cuda-bindings' queries for driver functions
-# that may be missing.
-SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
-             "--kernel-name", "kns=outrider_"]  # fmt: skip
 ENVIRONMENT = {
     # As much information on failures as possible: the machine may not be available again.
     "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1",
@@ -64,113 +51,7 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",
 }  # fmt: skip
 NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # result of checks that need one
-WORK_FOLDER = CHECKOUT / "build" / "gpu-engines"  # of bundles; the report's folder is copied
 KILL_SECONDS = 10  # to wait for a killed process; the driver may hold it while a kernel runs
-
-
-@dataclass(frozen=True)
-class Part:
-    """One command. limit: its time limit in seconds. expected: its expected time. call: the number
-    of the ten-minute call that it belongs to; 0 if every call needs it. writes: the JSON file that
-    it writes. needs: a file that another part makes. min_left: seconds that must be left to start
-    it."""
-
-    name: str
-    command: Sequence[object]
-    limit: float
-    gpu: bool = True
-    writes: Path | None = None
-    needs: Path | None = None
-    min_left: float = 5
-    expected: float = 0
-    call: int = 0
-
-
-def parts(out: Path, architecture: str) -> list[Part]:
-    """All parts in order of importance, because the end may be cut off."""
-    only = ["--arch", architecture] if architecture else []  # without a GPU, compile for all
-    quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
-    first = [
-        # The first part also reads torch's gigabytes from a cold disk.
-        Part("smoke", KERNEL, 90, expected=10),
-        Part(
-            "kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, writes=quick, expected=30
-        ),
-        *timed_pair_parts("1b+small", WORK_FOLDER, (220, 200), (135, 90)),
-    ]
-    second = [
-        *timed_pair_parts("8b+1b", WORK_FOLDER, (300, 270), (210, 165), min_left=300),
-        Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=95),
-    ]
-    third = [
-        *bundled_pair_parts(WORK_FOLDER),
-        Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
-                              "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
-                              *KERNEL_TESTS], 120, expected=60),
-        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 90, expected=20)
-          for tool in ("memcheck", "racecheck", "synccheck")),
-    ]  # fmt: skip
-    return [
-        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, expected=10),
-        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, expected=15),
-        *(
-            replace(part, call=call)
-            for call, chosen in enumerate((first, second, third), 1)
-            for part in chosen
-        ),
-    ]
-
-
-def timed_pair_parts(
-    pair: str, parent: Path, limits: Sequence[float], expected: Sequence[float], *,
-    device: str = "cuda", min_left: float = 60,
-) -> list[Part]:  # fmt: skip
-    """Parts that build a constructed pair without its weights, time it, and remove it.
-
-    parent: folder for the pair and its report, which is also copied into the whole report. limits,
-    expected: seconds for the build and for the times.
-    """
-    folder, bundle = parent / pair, parent / pair / "bundle" / "manifest.json"
-    report, loop = (parent / f"{pair}-{what}.json" for what in ("times", "loop"))
-    on_device = ["--device", device]
-    return [
-        Part(f"{pair}: build", [*ENGINES, "build", folder, "--pair", pair, *on_device], limits[0],
-             min_left=min_left, expected=expected[0]),
-        Part(f"{pair}: times", [*ENGINES, "times", folder, *on_device, "--json", report], limits[1],
-             writes=report, needs=bundle, expected=expected[1]),
-        # In a process of its own, which a loop that does not end is killed with.
-        Part(f"{pair}: loop", [*ENGINES, "times", folder, *on_device, "--only", "loop", "--json",
-             loop], 75, writes=loop, needs=bundle, expected=15),
-        Part(f"{pair}: remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
-    ]  # fmt: skip
-
-
-def bundled_pair_parts(parent: Path, *, device: str = "cuda") -> list[Part]:
-    """Parts that build the bundled pair as `make engines` does, and compare it with ONNX Runtime on
-    the CPU in float32. parent: see `timed_pair_parts`."""
-    folder = parent / "bundled"
-    target, graphs, reference = folder / "target", folder / "graphs", folder / "reference-graphs"
-    models = ["--model", target, "--draft", folder / "draft"]
-    export = [*PYTHON, "export", *models, "--cache", folder / "cache"]
-    build = [*PYTHON, "engines", "--out"]
-    compiled = ["--backend", "aotinductor", "--sm", "cpu" if device == "cpu" else ""]
-    torch, config = ["--dtype", DTYPE, "--format", "torch"], target / "config.json"
-    checked, loop = parent / "bundled-check.json", parent / "bundled-loop.json"
-    check = [*ENGINES, "check", folder, "--device", device, "--json"]
-    bundle = folder / "bundle" / "manifest.json"
-    found = [
-        Part("checkpoints", [*ENGINES, "checkpoints", folder], 60, expected=10),
-        Part("export", [*export, *torch, "--out", graphs], 120, needs=config, expected=30),
-        Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], 200,
-             needs=graphs / "pair.json", expected=60),
-        Part("reference, export", [*export, "--out", reference], 120, needs=config, expected=30),
-        Part("reference, build", [*build, folder / "reference", "--graphs", reference], 120,
-             needs=reference / "pair.json", expected=20),
-        Part("check", [*check, checked], 150, writes=checked, needs=bundle, expected=90),
-        Part("loop", [*check, loop, "--only", "loop"], 75, writes=loop, needs=bundle, expected=20),
-        Part("remove", ["rm", "-r", folder], 60, needs=folder, expected=5),
-    ]  # fmt: skip
-    return [replace(part, name=f"bundled: {part.name}") for part in found]
 
 
 def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
@@ -339,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=positive_int, default=540,
         help="time limit for all parts together (default: 540)")  # fmt: skip
     add("--call", type=int, choices=(1, 2, 3), help="run only the parts of this call")
+    add("--prepare", metavar="SM", type=int, choices=[*GPUS],
+        help="compile all pairs for GPUs of this compute capability, such as 90, and pack them; "
+             "needs no GPU")  # fmt: skip
     add("--dry", action="store_true", help="print what each call would do, and exit")
 
     def command() -> int:
@@ -347,6 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry:
             print("\n".join(describe_calls(out)))
             return 0
+        if arguments.prepare:
+            chosen = preparing_parts(f"sm_{arguments.prepare}")
+            _, good = run_parts(PREPARED, sum(part.limit for part in chosen), lambda *_: chosen)
+            print(PREPARED)
+            return 0 if good else 1
         _, good = run_parts(out, arguments.seconds, call=arguments.call)
         print(arguments.out / f"{name_of(arguments.call)}.json")
         return 0 if good else 1

@@ -40,15 +40,16 @@ MAX_GAMMA = 8
 NO_DIGEST = "0" * 64  # for files that are not hashed
 
 
-def build(name: str, folder: Path, device: str = "cuda") -> None:
+def build(name: str, folder: Path, sm: str) -> None:
     """Write folder/bundle, which `load` opens with verify=False, and each model's configuration to
-    folder/target and folder/draft. name: key of `SHAPES`. Raises OutriderError("backend")."""
-    from engines import aotinductor
+    folder/target and folder/draft. name: key of `SHAPES`. sm: as in `make engines`. Raises
+    OutriderError("backend")."""
+    from engines.aotinductor import builder
 
     shutil.rmtree(folder, ignore_errors=True)  # so that no old bundle is measured
     pair, bundle = SHAPES[name], folder / "bundle"
     capacity = slot_rows(pair.length, MAX_GAMMA)
-    make = partial(_compile, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
+    make = partial(_compile, folder, name, pair.length, capacity, sm)
     # Spawned instead of forked, so that the parent's threads and GPU driver are not inherited.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         roles = "target", "draft"
@@ -66,7 +67,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
         for role, engine in engines.items()
     }
     manifest = Manifest(
-        name=name, backend="aotinductor", versions=aotinductor.versions(), slots=1, pair=pair_facts,
+        name=name, backend="aotinductor", versions=builder.versions(), slots=1, pair=pair_facts,
         files=files, engines=engines,
     )  # fmt: skip
     write_json(bundle / MANIFEST_FILE, "manifest", manifest)
@@ -75,14 +76,14 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
 def _compile(
     folder: Path, name: str, length: int, capacity: int, sm: str, role: str, shape: Shape
 ) -> tuple[GraphFacts, EngineFacts]:
-    from engines import aotinductor
+    from engines.aotinductor import builder
 
     place = folder / "bundle" / role
     try:
         facts = write_graph(shape, length, capacity, place, f"{SOURCE} {name}", folder / role)
-        targets = aotinductor.targets(sm, facts.dtype)
-        plan = aotinductor.plan({role: facts}, 1, MAX_GAMMA, targets, None)
-        return facts, aotinductor.compile(role, place, place, facts, plan[role])
+        targets = builder.targets(sm, facts.dtype)
+        plan = builder.plan({role: facts}, 1, MAX_GAMMA, targets, None)
+        return facts, builder.compile(role, place, place, facts, plan[role])
     except OutriderError as error:
         print_tracebacks(error)  # the traceback is not sent to the parent
         raise

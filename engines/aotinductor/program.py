@@ -149,10 +149,10 @@ def _prepare_mask(
 
     if not (_runs_triton(mask) and mask.dtype == torch.bool and mask.shape[1] == 1):
         return (mask,)
-    from . import gpu_attention
+    from . import attention as kernel
 
     whole = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
-    return gpu_attention.spans(whole.clone(memory_format=torch.contiguous_format))
+    return kernel.spans(whole.clone(memory_format=torch.contiguous_format))
 
 
 def _attention(
@@ -166,10 +166,10 @@ def _attention(
 ) -> torch.Tensor:
     """One kernel where it supports the shapes, otherwise two products; [B, H, N, Dv]."""
     if len(masks) > 1:
-        from . import gpu_attention
+        from . import attention as kernel
 
-        if gpu_attention.supports(query, key, value):
-            out: torch.Tensor = gpu_attention.attention(query, key, value, *masks, scale)
+        if kernel.supports(query, key, value):
+            out: torch.Tensor = kernel.attention(query, key, value, *masks, scale)
             return out
     return _products(query, key, value, masks[0], scale)
 

@@ -2,13 +2,12 @@
 
 The package contains only code. The weights stay in the graph's file, which the bundle links to and
 the runtime maps: there is no second copy on disk or in memory, and compile time does not grow with
-the weights. The code runs only with the version of torch that compiled it, and only on the GPU
-model present at compile time or, for the CPU, on processors with the instruction sets it uses.
+the weights. The code runs only with the version of torch that compiled it, and only on GPUs of the
+capability it was compiled for or, for the CPU, on processors with the instruction sets it uses.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import logging
@@ -18,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -26,20 +26,13 @@ from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.graphs import Format, GraphFacts
 from runtime.files.manifest import ENCODER_DECODERS, ENCODER_PACKAGE_FILE, PACKAGE_FILE, EngineFacts
 from runtime.files.progress import stage
-from runtime.files.torch_files import (
-    JOINED,
-    WEIGHTS_FILE,
-    cpu_targets,
-    find_holes,
-    place_tensors,
-    program_files,
-    read_program,
-)
+from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
 
-from . import gpu_program
+from ..gpus import CCCL, cuda_toolkit
+from ..keys import engine_key
+from . import absent_gpu
 from .cpp_compiler import find_cpp_compiler, full_disk_errno
-from .gpus import CCCL, cuda_toolkit
-from .keys import engine_key
+from .program import adapt_to_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -63,15 +56,24 @@ CONFIG: dict[str, Any] = {
     # (AMX, VNNI) are still checked.
     "cpp.vec_isa_ok": True,
 }
-# The kernel that applies rotary embeddings to the queries also computes angles, cosines and sines:
-# more than the 30 operations after which Inductor ends a kernel. By default a second kernel in each
-# layer would only rearrange the queries.
-GPU_CONFIG: dict[str, Any] = {"realize_opcount_threshold": 64}
+GPU_CONFIG: dict[str, Any] = {
+    # The kernel that applies rotary embeddings to the queries also computes angles, cosines and
+    # sines: more than the 30 operations after which Inductor ends a kernel. By default a second
+    # kernel in each layer would only rearrange the queries.
+    "realize_opcount_threshold": 64,
+    # What would read a tensor's numbers, compute on the device, time kernels there, or load them.
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+    "shape_padding": False,
+    "use_static_cuda_launcher": False,
+    "compile_threads": 1,  # other processes would look for a GPU
+    "cpp.simdlen": 1,  # no instruction sets in the code that launches the kernels
+}
 
 
 def versions() -> dict[str, str]:
     _torch()
-    return {"torch": metadata.version("torch")}  # without the build suffix of __version__
+    return {"torch": metadata.version("torch")}
 
 
 def _torch() -> Any:
@@ -82,48 +84,41 @@ def _torch() -> Any:
 
 
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
-    """The GPU of this machine, such as sm90, or the instruction sets of its processor.
+    """The GPU to compile for, such as sm90, or the instruction sets of this machine's processor.
 
-    sm: empty for the GPU if there is one, "cpu" for the CPU; a number such as "90" must match the
-    GPU of this machine, because kernels are timed on it and chosen.
-    Raises OutriderError "option", and "backend" if a compiler is missing.
+    sm: a compute capability such as "90", "cpu" for the CPU, or empty for the GPU of this machine
+    if there is one. Raises OutriderError "option", and "backend" if a compiler is missing.
     """
     torch = _torch()
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    present = "{}{}".format(*capability) if capability else "cpu"
-    if sm not in ("", "cpu", present):
-        raise OutriderError(
-            "option",
-            f"SM={sm} does not match this machine: BACKEND=aotinductor builds only for its "
-            + (f"GPU (SM={present}) or CPU" if capability else "CPU"),
-            "Build on a machine with that GPU, leave SM out, or use BACKEND=tensorrt_rtx.",
-        )
     find_cpp_compiler()
-    if capability is None or sm == "cpu":
+    if not sm and torch.cuda.is_available():
+        sm = "{}{}".format(*torch.cuda.get_device_capability())
+    if sm in ("", "cpu"):
         return cpu_targets()
-    if capability < (8, 0) and dtype == "bfloat16":
-        cause = f"the GPU of this machine (SM={present}) does not support bfloat16"
+    if sm not in map(str, absent_gpu.GPUS):
+        known = ", ".join(map(str, absent_gpu.GPUS))
+        cause = f"BACKEND=aotinductor compiles for one GPU or the CPU, not for SM={sm}"
+        raise OutriderError("option", cause, f"Use one of SM={known}, or SM=cpu.")
+    if int(sm) < 80 and dtype == "bfloat16":
+        cause = f"GPUs of compute capability {int(sm) / 10} do not support bfloat16"
         raise OutriderError("option", cause, "Use DTYPE=float16.")
     _check_gpu_tools()
-    return [f"sm{present}"]
+    return [f"sm{sm}"]
 
 
 def _check_gpu_tools() -> None:
     """Check for Triton, which generates the kernels, and for the CUDA headers, which the code that
     launches them needs. Raises OutriderError "backend"."""
-    import torch
-    from torch.utils._triton import has_triton
     from torch.utils.cpp_extension import CUDA_HOME
 
-    packages = f"pip install 'cuda-toolkit[crt,cccl]=={torch.version.cuda}.*'"
-    headers = f"Set CUDA_HOME to a toolkit, run {packages}"
-    for what, found, remedy in (
-        ("Triton", has_triton(), "Install it"),
-        ("the CUDA headers", cuda_toolkit(CUDA_HOME), headers),
+    for what, found in (
+        ("Triton", find_spec("triton")),
+        ("the CUDA headers", cuda_toolkit(CUDA_HOME)),
     ):
         if not found:
             cause = f"AOTInductor needs {what} to compile for a GPU; not found on this machine"
-            raise OutriderError("backend", cause, f"{remedy}, or build for the CPU with SM=cpu.")
+            remedy = "pip install -c constraints.txt -e '.[aotinductor]'"
+            raise OutriderError("backend", cause, f"Run {remedy}, or use SM=cpu.")
 
 
 def plan(
@@ -152,27 +147,22 @@ def compile(
     OutriderError "backend", and OSError if the disk is full."""
     assert to is not None
     torch = _torch()
-    from torch.export import passes
-
-    gpu = to.targets[0] != "cpu"
+    target = to.targets[0]
     try:
         with (
-            stage(role, f"compile, {to.targets[0]}") as progress,
+            stage(role, f"compile, {target}") as progress,
             _private_cache(out),
-            _toolchain(out) if gpu else nullcontext(),
+            nullcontext() if target == "cpu" else _for_gpu(int(target.removeprefix("sm")), out),
         ):
             for file in to.compiled_files:
-                encoder = file == to.encoder
-                program = read_program(graph, encoder=encoder)
-                compile_options = _compile_options(gpu) | {"cpp.cxx": (None, find_cpp_compiler())}
-                if gpu:
-                    _fill_holes(program, graph / program_files(encoder)[1])
-                    program, joined = gpu_program.adapt_to_gpu(
-                        passes.move_to_device_pass(program, "cuda"), facts.capacity
-                    )
-                    compile_options["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
+                program = read_program(graph, encoder=file == to.encoder)
+                options = _compile_options(target != "cpu")
+                options |= {"cpp.cxx": (None, find_cpp_compiler())}
+                if target != "cpu":
+                    program, joined = _move_to_gpu(program, facts.capacity)
+                    options["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
                 torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(out / file), inductor_configs=compile_options
+                    program, package_path=str(out / file), inductor_configs=options
                 )
             size = sum((out / file).stat().st_size for file in to.compiled_files)
             progress.note = f"{size / 2**20:,.1f} MiB of code"
@@ -188,16 +178,20 @@ def compile(
     return to
 
 
-def _fill_holes(program: torch.export.ExportedProgram, weights: Path, device: str = "cuda") -> None:
-    """Put zeros on the device in place of the tensors that are holes of the weights file."""
-    tensors = {**program.state_dict, **program.constants}
-    place_tensors(
-        program,
-        {
-            name: tensors[name].new_zeros(tensors[name].shape, device=device)
-            for name in find_holes(weights)
-        },
-    )
+def _move_to_gpu(
+    program: torch.export.ExportedProgram, capacity: int
+) -> tuple[torch.export.ExportedProgram, dict[str, list[str]]]:
+    """See `adapt_to_gpu`; the program's tensors are fake."""
+    from torch.export import passes
+
+    names = {*program.state_dict, *program.constants}
+    absent_gpu.hollow(program)
+    moved = passes.move_to_device_pass(program, absent_gpu.DEVICE)
+    adapted, joined = adapt_to_gpu(moved, capacity)
+    absent_gpu.hollow(adapted)
+    new = {*adapted.state_dict, *adapted.constants} - names - {*joined}
+    assert not new, f"the weights file has no {', '.join(new)}"
+    return adapted, joined
 
 
 def _compile_options(gpu: bool) -> dict[str, Any]:
@@ -227,31 +221,23 @@ def _private_cache(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _toolchain(out: Path) -> Iterator[None]:
-    """Let torch find the CUDA headers, and the linker the CUDA driver under the name it expects.
+def _for_gpu(capability: int, out: Path) -> Iterator[None]:
+    """Let torch compile for a GPU, find the CUDA headers, and link without a driver.
 
     torch assumes that the folder above nvcc is the toolkit, which is not always so, and that all
-    headers are directly in its include folder, which CUDA 13 has changed; and it links with -lcuda,
-    although a machine without the toolkit's stubs has only libcuda.so.1.
+    headers are directly in its include folder, which CUDA 13 has changed.
     """
     from torch.utils import cpp_extension
 
-    with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
-        if (driver := _loaded_driver()) is not None:
-            Path(folder, "libcuda.so").symlink_to(driver)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".stubs-") as folder:
+        absent_gpu.link_stubs(Path(folder))
         toolkit = cuda_toolkit(cpp_extension.CUDA_HOME)
         searched = {"LIBRARY_PATH": folder, "CPATH": f"{toolkit}/include/{CCCL}"}
         for name, first in searched.items():
             searched[name] = os.pathsep.join(filter(None, (first, os.environ.get(name))))
-        with patch.dict(os.environ, searched), patch.object(cpp_extension, "CUDA_HOME", toolkit):
+        with (
+            patch.dict(os.environ, searched),
+            patch.object(cpp_extension, "CUDA_HOME", toolkit),
+            absent_gpu.pretend(capability),
+        ):
             yield
-
-
-def _loaded_driver() -> str | None:
-    """The file that the dynamic loader finds for libcuda.so.1."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return next((line.split()[-1] for line in lines if "/libcuda.so" in line), None)

@@ -1,0 +1,1 @@
+"""AOTInductor: the builder, and what it takes to compile for a GPU."""
