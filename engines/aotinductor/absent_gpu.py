@@ -89,7 +89,7 @@ def hollow(program: torch.export.ExportedProgram) -> None:
 
 
 def link_stubs(folder: Path) -> None:
-    """Write stubs of `LIBRARIES` to link with. Raises CalledProcessError."""
+    """Write stubs of `LIBRARIES` to link with. Raises RuntimeError."""
     for name, loaded_as, function in LIBRARIES:
         code = f'extern "C" void {function}() {{}}\n'
         _make_library(folder / f"lib{name}.so", code, f"-Wl,-soname,{loaded_as}")
@@ -109,17 +109,19 @@ def _register_guard() -> None:
 
 
 def _make_library(path: Path, code: str, *options: str) -> None:
-    subprocess.run(
+    done = subprocess.run(
         [find_cpp_compiler(), "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-", *options,
          "-o", path],
-        input=code, text=True, check=True, capture_output=True,
+        input=code, text=True, capture_output=True,
     )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr)
 
 
 @contextmanager
 def pretend(capability: int) -> Iterator[None]:
     """Let torch and Triton compile for a GPU of this capability, a key of `GPUS`, in this process.
-    Nothing that needs a GPU may run meanwhile. Raises CalledProcessError."""
+    Nothing that needs a GPU may run meanwhile. Raises RuntimeError."""
     import torch
     import triton
     from torch._dynamo import device_interface

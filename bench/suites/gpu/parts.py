@@ -97,7 +97,7 @@ def prepared(pair: str, architecture: str) -> Path:
     version = ""
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version("torch").partition("+")[0]
-    return PREPARED / f"{pair}-{architecture}-torch-{version}.tar"
+    return PREPARED / f"{pair}-{architecture}-torch-{version}.tar.gz"
 
 
 def pair_parts(
@@ -107,8 +107,8 @@ def pair_parts(
     archive = prepared(pair, architecture)
     if not archive.is_file():
         return build_parts(pair, WORK_FOLDER, "", expected, min_left=min_left)
-    unpack = ["tar", "-xSf", archive, f"--one-top-level={WORK_FOLDER}"]
-    return [Part(f"{pair}: unpack", unpack, 60, min_left=min_left, expected=5)]
+    unpack = ["tar", "-xzSf", archive, f"--one-top-level={WORK_FOLDER}"]
+    return [Part(f"{pair}: unpack", unpack, 60, min_left=60, expected=5)]
 
 
 def preparing_parts(architecture: str) -> list[Part]:
@@ -116,7 +116,7 @@ def preparing_parts(architecture: str) -> list[Part]:
     They need no GPU."""
     found = library_parts(["--arch", architecture])
     for pair in ("1b+small", "8b+1b", "bundled"):
-        pack = ["tar", "-cSf", prepared(pair, architecture), "-C", WORK_FOLDER, pair]
+        pack = ["tar", "-czSf", prepared(pair, architecture), "-C", WORK_FOLDER, pair]
         found += [
             *build_parts(pair, WORK_FOLDER, architecture.removeprefix("sm_"), 300),
             Part(f"{pair}: pack", pack, 120, needs=WORK_FOLDER / pair / "bundle" / "manifest.json"),
