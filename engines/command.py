@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     add("--slots", type=int, default=1, help="number of concurrent sequences (default: 1)")
     add("--sm", default="",
         help="GPU architectures that tensorrt_rtx builds for, such as 80,89 (default: those of "
-        "this machine's GPUs, or all that are supported if it has none)")
+        "this machine's GPUs, or all that are supported if it has none); the one that aotinductor "
+        "builds for, or cpu (default: that of this machine's GPU, or cpu if it has none)")
     add("--opt-level", type=int,
         help="TensorRT's optimisation level, 0 to 5: how long it searches for faster kernels "
         "(default: the library's own)")

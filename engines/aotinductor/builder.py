@@ -124,11 +124,12 @@ def _check_gpu_tools() -> None:
 def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, targets: list[str], level: int | None
 ) -> dict[str, EngineFacts]:
-    """One engine for all shapes: B, N, K and S are dynamic."""
+    """One engine for all shapes: B, N and K are dynamic, on the CPU S too."""
+    config = CONFIG | ({} if targets[0] == "cpu" else GPU_CONFIG)
     return {
         role: EngineFacts(
             key=engine_key(
-                graph=dataclasses.asdict(facts), targets=targets, versions=versions(), config=CONFIG
+                graph=dataclasses.asdict(facts), targets=targets, versions=versions(), config=config
             ),
             file=PACKAGE_FILE,
             targets=targets,

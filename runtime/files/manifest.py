@@ -206,15 +206,14 @@ class Manifest:
 
     def rebuild_command(self, out: Path, gpu: str | None = None) -> str:
         """The command that rebuilds this bundle, for error messages. gpu: an architecture to add,
-        such as sm89."""
+        such as sm89, or the only one if a bundle can have only one."""
         pair = self.pair
         level = next((engine.level for engine in (self.engines or {}).values()), None)
-        targets = {*self.gpu_targets(), *([gpu] if gpu else [])}
-        # Other backends build for the GPU that is present.
-        gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
-        chips = ",".join(sorted(gpus, key=int))
-        if self.backend == "aotinductor" and not targets:
-            chips = "cpu"
+        targets, added = {*self.gpu_targets()}, {gpu} if gpu else set[str]()
+        chips = {  # TensorRT builds for the GPU that is present
+            "tensorrt_rtx": sorted((t.removeprefix("sm") for t in targets | added), key=int),
+            "aotinductor": [t.removeprefix("sm") for t in added or targets] or ["cpu"],
+        }.get(self.backend, [])
         # Without them the weights depend on the checkpoint and the backend.
         weights = {role: facts.weights or "full" for role, facts in pair.models()}
         variables = {  # those that are None are left out
@@ -226,7 +225,7 @@ class Manifest:
             "BITS": f"{pair.target.bits:g}" if pair.target.bits else None,
             "DRAFT_WEIGHTS": weights.get("draft"),
             "CACHE": pair.target.cache,
-            "SM": chips or None,
+            "SM": ",".join(chips) or None,
             "OPT_LEVEL": level,
             "MAX_LEN": pair.max_len,
             "MAX_GAMMA": pair.max_gamma,

@@ -102,11 +102,20 @@ def test_another_gpu(manifest: Manifest) -> None:
     gpu.check_gpu(manifest, FOLDER, (8, 9))  # portable graphs
 
 
-def test_only_some_backends_build_for_gpus_elsewhere(manifest: Manifest) -> None:
-    for backend in ("tensorrt", "aotinductor"):
-        command = compiled(manifest, backend, "sm90").rebuild_command(FOLDER, gpu="sm89")
-        assert "SM=" not in command and f"BACKEND={backend}" in command
-    assert "SM=cpu" in compiled(manifest, "aotinductor", "cpu", "x86_64").rebuild_command(FOLDER)
+@pytest.mark.parametrize(
+    ("backend", "target", "gpu", "sm"),
+    [
+        ("tensorrt", "sm90", "sm89", ""),  # builds only where it runs
+        ("aotinductor", "sm90", "sm89", " SM=89 "),
+        ("aotinductor", "sm90", None, " SM=90 "),
+        ("aotinductor", "cpu", None, " SM=cpu "),
+    ],
+)
+def test_the_command_that_builds_for_another_gpu(
+    manifest: Manifest, backend: str, target: str, gpu: str | None, sm: str
+) -> None:
+    command = compiled(manifest, backend, target).rebuild_command(FOLDER, gpu=gpu)
+    assert f"BACKEND={backend}" in command and sm in command and ("SM=" in command) == bool(sm)
 
 
 def test_threads_are_refused_on_a_gpu(llama_bundle: Path) -> None:
