@@ -3,9 +3,9 @@
 torch compiles for the GPU that it runs on: it moves the weights there, asks the driver for its
 properties, and runs kernels to choose between configurations. Here weights are fake tensors, which
 have a shape, a type and a device but no memory; questions are answered from a table; and each
-kernel gets the first configuration that Inductor proposes, of at most two in these programs. So
-packages do not depend on the machine they are compiled on, which needs neither a GPU nor its driver
-nor PyTorch for CUDA.
+kernel gets the first configuration that Inductor proposes, of at most two in these programs. So a
+package does not depend on the GPU of the machine that builds it, which needs neither a GPU nor a
+driver nor PyTorch for CUDA. It does depend on that machine's architecture and C library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEVICE = "cuda:0"
 
 class Gpu(NamedTuple):
     """What Inductor and Triton read of a GPU, from NVIDIA's tables of compute capabilities and, for
-    the number of multiprocessors, of one data-centre card: it only guides how sums are split."""
+    the number of multiprocessors, of one card: it only guides how sums are split."""
 
     multiprocessors: int
     threads: int  # resident on one multiprocessor
@@ -49,6 +49,7 @@ GPUS = {  # by compute capability
     90: Gpu(132, 2048, 227),
     100: Gpu(148, 2048, 227),
     103: Gpu(148, 2048, 227),
+    110: Gpu(20, 1536, 227),
     120: Gpu(188, 1536, 99),
     121: Gpu(48, 1536, 99),
 }
@@ -104,15 +105,16 @@ def _register_guard() -> None:
     installed = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "guard.so")
-        _make_library(path, GUARD, f"-I{installed}/include", f"-L{installed}/lib", "-lc10")
+        _make_library(
+            path, GUARD, "-std=c++20", f"-I{installed}/include", f"-L{installed}/lib", "-lc10"
+        )
         ctypes.CDLL(str(path))
 
 
 def _make_library(path: Path, code: str, *options: str) -> None:
     done = subprocess.run(
-        [find_cpp_compiler(), "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-", *options,
-         "-o", path],
-        input=code, text=True, capture_output=True,
+        [find_cpp_compiler(), "-shared", "-fPIC", "-x", "c++", "-", *options, "-o", path],
+        input=code, capture_output=True, text=True, errors="replace",
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -126,14 +128,16 @@ def pretend(capability: int) -> Iterator[None]:
     import triton
     from torch._dynamo import device_interface
     from torch._inductor import graph
+    from torch._inductor.codecache import CacheBase
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._subclasses import fake_tensor
-    from torch.utils._triton import has_triton
+    from torch.utils._triton import _device_supports_tma, has_triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import max_shared_mem
 
     if not torch.cuda.is_available():
         _register_guard()
@@ -186,7 +190,11 @@ def pretend(capability: int) -> Iterator[None]:
     driver = triton.runtime.driver
     previous = driver._active
     device_interface.init_device_reg()
-    caches = (has_triton, DeviceProperties.create)
+    caches = (
+        has_triton, _device_supports_tma, DeviceProperties.create, max_shared_mem,
+        torch._inductor.utils.get_gpu_type, torch._inductor.utils.is_big_gpu,
+        CacheBase.get_system,
+    )  # fmt: skip
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
@@ -202,9 +210,10 @@ def pretend(capability: int) -> Iterator[None]:
         ):
             absent = where is torch._C  # in PyTorch for the CPU
             stack.enter_context(patch.object(where, name, new, create=absent))
-        stack.enter_context(
-            patch.dict(device_interface.device_interfaces, {"cuda": interface, DEVICE: interface})
-        )
+        interfaces = {"cuda": interface, DEVICE: interface}
+        stack.enter_context(patch.dict(device_interface.device_interfaces, interfaces))
+        properties_seen = device_interface.caching_worker_device_properties
+        stack.enter_context(patch.dict(properties_seen, clear=True))
         driver.set_active(Driver())
         for cache in caches:
             cache.cache_clear()

@@ -63,7 +63,11 @@ GPU_CONFIG: dict[str, Any] = {
     "realize_opcount_threshold": 64,
     # What would read a tensor's numbers, compute on the device, time kernels there, or load them.
     "always_keep_tensor_constants": True,
+    "coordinate_descent_tuning": False,
     "joint_graph_constant_folding": False,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
     "shape_padding": False,
     "use_static_cuda_launcher": False,
     "compile_threads": 1,  # other processes would look for a GPU
@@ -73,7 +77,7 @@ GPU_CONFIG: dict[str, Any] = {
 
 def versions() -> dict[str, str]:
     _torch()
-    return {"torch": metadata.version("torch")}
+    return {"torch": metadata.version("torch")}  # with the variant, such as +cpu, if it is named
 
 
 def _torch() -> Any:
@@ -119,6 +123,9 @@ def _check_gpu_tools() -> None:
             cause = f"AOTInductor needs {what} to compile for a GPU; not found on this machine"
             remedy = "pip install -c constraints.txt -e '.[aotinductor]'"
             raise OutriderError("backend", cause, f"Run {remedy}, or use SM=cpu.")
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        cause = "TRITON_INTERPRET is set, and Triton then compiles nothing"
+        raise OutriderError("option", cause, "Unset it.")
 
 
 def plan(
@@ -149,6 +156,9 @@ def compile(
     assert to is not None
     torch = _torch()
     target = to.targets[0]
+    if any(map(str.isspace, str(out.resolve()))):
+        cause = f"PyTorch cannot compile in {out.resolve().parent}, whose path has a space"
+        raise OutriderError("option", cause, "Use an OUT without spaces.")
     try:
         with (
             stage(role, f"compile, {target}") as progress,
@@ -191,18 +201,17 @@ def _move_to_gpu(
     adapted, joined = adapt_to_gpu(moved, capacity)
     absent_gpu.hollow(adapted)
     new = {*adapted.state_dict, *adapted.constants} - names - {*joined}
-    assert not new, f"the weights file has no {', '.join(new)}"
+    assert not new, f"new tensors: {', '.join(new)}"
     return adapted, joined
 
 
 def _compile_options(gpu: bool) -> dict[str, Any]:
-    """A copy of CONFIG, because torch adds to it. torch 2.11 lacks some of the options. All of them
-    concern CPU code: a GPU package works without them, but a CPU package would not match
-    `targets`."""
+    """A copy, because torch adds to it. torch 2.11 lacks some options of CONFIG, which concern CPU
+    code: a GPU package works without them, but a CPU package would not match `targets`."""
     if not gpu:
         return dict(CONFIG)
     known = _torch()._inductor.list_options()
-    return {name: value for name, value in (CONFIG | GPU_CONFIG).items() if name in known}
+    return {name: value for name, value in CONFIG.items() if name in known} | GPU_CONFIG
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import error_line
 
 import engines.command
 import export.__main__
@@ -17,6 +18,7 @@ from bench.suites.gpu import parts as planned
 from bench.suites.gpu import suite
 from bench.suites.gpu.parts import Part, parts, preparing_parts
 from bench.suites.gpu.suite import run_parts
+from runtime.files.errors import EXIT_STATUS
 
 PYTHON = [sys.executable, "-c"]
 
@@ -174,7 +176,7 @@ def test_pairs_that_were_compiled_before(tmp_path, monkeypatch):
 
     usual = names("sm_90")
     made = preparing_parts("sm_90")
-    archives = [part.command[2] for part in made if part.name.endswith(": pack")]
+    archives = [part.command[3] for part in made if part.name.endswith(": pack")]
     for archive in archives:
         archive.touch()
     built = {part.name for part in made if "build" in part.name or "export" in part.name}
@@ -185,26 +187,46 @@ def test_pairs_that_were_compiled_before(tmp_path, monkeypatch):
     }
     assert names("sm_120") == usual, "another GPU"
     assert sum(part.expected for part in parts(tmp_path, "sm_90")) <= 15 * 60 - 90
-    monkeypatch.setattr(planned.metadata, "version", lambda name: "1.0")
-    assert names("sm_90") == usual, "another PyTorch"
+    with monkeypatch.context() as patched:
+        patched.setattr(planned.metadata, "version", lambda name: "1.0")
+        assert names("sm_90") == usual, "another PyTorch"
+    monkeypatch.setattr(planned, "CHECKOUT", tmp_path)
+    assert names("sm_90") == usual, "other sources"
 
 
 def test_a_pair_is_packed_and_unpacked(tmp_path, monkeypatch):
-    """The holes of its weights take no room in the archive."""
+    """The holes of its weights take no room in the archive. Half a pair is not left behind."""
     monkeypatch.setattr(planned, "PREPARED", tmp_path)
     monkeypatch.setattr(planned, "WORK_FOLDER", tmp_path / "work")
-    weights = tmp_path / "work" / "8b+1b" / "bundle" / "weights.bin"
-    weights.parent.mkdir(parents=True)
-    (weights.parent / "manifest.json").write_text("{}")
+    pair = tmp_path / "work" / "8b+1b"
+    for name in ("bundle", "target", "draft"):
+        (pair / name).mkdir(parents=True)
+    (pair / "bundle" / "manifest.json").write_text("{}")
+    weights = pair / "bundle" / "weights.bin"
     weights.write_bytes(b"header")
     os.truncate(weights, 2**34)
-    pack, remove = (
-        p for p in preparing_parts("sm_90") if p.name in ("8b+1b: pack", "8b+1b: remove")
-    )
+    made = {part.name: part for part in preparing_parts("sm_90")}
     with (tmp_path / "log").open("w") as log:
-        for part in (pack, remove):
-            assert suite.run_part(part, 60, log)["status"] == "ok"
-        assert not weights.exists() and pack.command[2].stat().st_size < 2**16
+
+        def status(part):
+            return suite.run_part(part, 60, log)["status"]
+
+        assert status(made["8b+1b: pack"]) == status(made["8b+1b: remove"]) == "ok"
+        (archive,) = tmp_path.glob("*.tar.gz")
+        assert not pair.exists() and archive.stat().st_size < 2**16
         (unpack,) = planned.pair_parts("8b+1b", "sm_90", 0)
-        assert suite.run_part(unpack, 60, log)["status"] == "ok"
-    assert weights.stat().st_size == 2**34 and weights.stat().st_blocks * 512 < 2**16
+        assert status(unpack) == "ok"
+        assert weights.stat().st_size == 2**34 and weights.stat().st_blocks * 512 < 2**16
+        os.truncate(archive, archive.stat().st_size // 2)
+        assert status(unpack) == "failed" and not pair.exists()
+        archive.unlink()
+        (pair / "bundle").mkdir(parents=True)
+        (pair / "bundle" / "manifest.json").write_text("{}")
+        assert status(made["8b+1b: pack"]) == "failed" and not archive.exists(), "incomplete"
+
+
+def test_what_prepare_does_not_heed(capsys):
+    for option in ("--dry", "--call=1", "--out=x", "--seconds=5"):
+        assert suite.main(["--prepare", "90", option]) == EXIT_STATUS["option"]
+        error_line(capsys.readouterr().err, "option")
+    assert suite.main(["--prepare", "75"]) == EXIT_STATUS["option"], "its pairs are bfloat16"

@@ -118,6 +118,14 @@ def test_what_compiles_for_a_gpu_is_missing(
     assert builder.targets("cpu", "float16") == cpu_targets()
 
 
+def test_triton_that_only_interprets(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(OutriderError, match=r"^option: TRITON_INTERPRET is set"):
+        builder.targets("90", "float16")
+    assert builder.targets("cpu", "float16") == cpu_targets()
+
+
 def test_the_toolkit_is_one_whose_headers_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +496,15 @@ def test_a_compile_that_ends_early(
     assert run_command(work) == status
     assert "Traceback" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_torch_would_split(
+    graphs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "with space" / "out"
+    assert run_command(lambda: build(graphs, out, backend="aotinductor", slots=1, sm="cpu")) != 0
+    assert "whose path has a space" in error_line(capsys.readouterr().err, "option")
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 `checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
 `parts.build_parts` makes FOLDER/bundle and FOLDER/reference; `build` writes the FOLDER/bundle of a
-constructed pair. `check` and `times` use these. Each command prints its progress
-and writes one JSON file. With --device cpu everything runs without a GPU, and results that need one
+constructed pair. `check` and `times` use these. Each command prints its progress and writes one
+JSON file. With --device cpu (and --sm cpu) everything runs without a GPU, and results that need one
 are null. `constructed` describes the pairs.
 """
 

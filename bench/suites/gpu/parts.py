@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -93,11 +94,17 @@ def library_parts(only: Sequence[str]) -> list[Part]:
 
 
 def prepared(pair: str, architecture: str) -> Path:
-    """The archive of a pair that was compiled before. Its code needs that version of PyTorch."""
+    """The archive of a pair that was compiled before, from these sources. Its code needs that
+    version of PyTorch."""
     version = ""
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version("torch").partition("+")[0]
-    return PREPARED / f"{pair}-{architecture}-torch-{version}.tar.gz"
+    digest = hashlib.sha256()
+    for room in ("export", "engines", "bench/suites/gpu"):
+        for path in sorted((CHECKOUT / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    name = f"{pair}-{architecture}-torch-{version}-{digest.hexdigest()[:8]}.tar.gz"
+    return PREPARED / name
 
 
 def pair_parts(
@@ -107,7 +114,11 @@ def pair_parts(
     archive = prepared(pair, architecture)
     if not archive.is_file():
         return build_parts(pair, WORK_FOLDER, "", expected, min_left=min_left)
-    unpack = ["tar", "-xzSf", archive, f"--one-top-level={WORK_FOLDER}"]
+    # What an archive that is cut off leaves must not be measured.
+    script = (
+        'rm -rf "$1/$2" && mkdir -p "$1" && tar -xzSf "$0" -C "$1" || { rm -rf "$1/$2"; false; }'
+    )
+    unpack = ["sh", "-c", script, archive, WORK_FOLDER, pair]
     return [Part(f"{pair}: unpack", unpack, 60, min_left=60, expected=5)]
 
 
@@ -116,12 +127,19 @@ def preparing_parts(architecture: str) -> list[Part]:
     They need no GPU."""
     found = library_parts(["--arch", architecture])
     for pair in ("1b+small", "8b+1b", "bundled"):
-        pack = ["tar", "-czSf", prepared(pair, architecture), "-C", WORK_FOLDER, pair]
+        contents = ["bundle", "target", "draft", *(["reference"] if pair == "bundled" else [])]
+        script = 'tar -czSf "$0.part" -C "$@" && mv "$0.part" "$0"'
+        pack = ["sh", "-c", script, prepared(pair, architecture), WORK_FOLDER]
+        folder = WORK_FOLDER / pair
         found += [
+            Part(f"{pair}: remove what is old", ["rm", "-rf", folder], 60),
             *build_parts(pair, WORK_FOLDER, architecture.removeprefix("sm_"), 300),
-            Part(f"{pair}: pack", pack, 120, needs=WORK_FOLDER / pair / "bundle" / "manifest.json"),
+            Part(
+                f"{pair}: pack", [*pack, *(f"{pair}/{name}" for name in contents)], 120,
+                needs=folder / "bundle" / "manifest.json",
+            ),
             remove_part(pair, WORK_FOLDER),
-        ]
+        ]  # fmt: skip
     return [replace(part, gpu=False, limit=PREPARING_SECONDS) for part in found]
 
 

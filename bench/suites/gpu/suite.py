@@ -14,8 +14,8 @@ Three calls of less than ten minutes each run everything, the most important par
     make gpu-check CALL=3    # checks, tests, sanitizer
 
 The pairs can be compiled before, on a machine without a GPU: PREPARE=90 does so for GPUs of compute
-capability 9.0, and packs them into build/gpu-prepared. Copied to the machine with the GPU, they
-save half of the time there, if it has the same version of PyTorch. GPU_SECONDS limits a call.
+capability 9.0, and packs them into build/gpu-prepared. On the machine with the GPU, calls that find
+them there build nothing, if it has the same version of PyTorch. GPU_SECONDS limits a call.
 
 GPU_OUT=<folder> sets the output folder. The reports name the card, which should be the same in all
 calls.
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engines.aotinductor.absent_gpu import GPUS
-from runtime.files.errors import CommandParser, first_line, positive_int, run_command
+from runtime.files.errors import CommandParser, OutriderError, first_line, positive_int, run_command
 from runtime.files.folders import replacing
 
 from ...core import machine
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=positive_int, default=540,
         help="time limit for all parts together (default: 540)")  # fmt: skip
     add("--call", type=int, choices=(1, 2, 3), help="run only the parts of this call")
-    add("--prepare", metavar="SM", type=int, choices=[*GPUS],
+    add("--prepare", metavar="SM", type=int, choices=[sm for sm in GPUS if sm >= 80],
         help="compile all pairs for GPUs of this compute capability, such as 90, and pack them; "
              "needs no GPU")  # fmt: skip
     add("--dry", action="store_true", help="print what each call would do, and exit")
@@ -228,14 +228,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         arguments = parser.parse_args(argv)
         out = arguments.out.resolve()
-        if arguments.dry:
-            print("\n".join(describe_calls(out)))
-            return 0
         if arguments.prepare:
+            if (
+                arguments.call
+                or arguments.dry
+                or (arguments.out, arguments.seconds) != (place, 540)
+            ):
+                cause = "--prepare (PREPARE) was given with other options, which do not concern it"
+                raise OutriderError("option", cause, "Leave them out.")
             chosen = preparing_parts(f"sm_{arguments.prepare}")
             _, good = run_parts(PREPARED, sum(part.limit for part in chosen), lambda *_: chosen)
             print(PREPARED)
             return 0 if good else 1
+        if arguments.dry:
+            print("\n".join(describe_calls(out)))
+            return 0
         _, good = run_parts(out, arguments.seconds, call=arguments.call)
         print(arguments.out / f"{name_of(arguments.call)}.json")
         return 0 if good else 1
