@@ -27,7 +27,7 @@ ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
              "--kernel-name", "kns=outrider_"]  # fmt: skip
 WORK_FOLDER = CHECKOUT / "build" / "gpu-engines"  # of bundles; the report's folder is copied
-PREPARING_SECONDS = 1800  # limit of each part; on two cores, a pair of 8 B takes five minutes
+PREPARING_SECONDS = 1800  # limit of each part; on two cores, a pair of 8 B takes three minutes
 PREPARED = CHECKOUT / "build" / "gpu-prepared"  # of packed pairs
 
 

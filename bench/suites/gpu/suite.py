@@ -229,11 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         out = arguments.out.resolve()
         if arguments.prepare:
-            if (
-                arguments.call
-                or arguments.dry
-                or (arguments.out, arguments.seconds) != (place, 540)
-            ):
+            others = ("call", "dry", "out", "seconds")
+            if any(getattr(arguments, n) != parser.get_default(n) for n in others):
                 cause = "--prepare (PREPARE) was given with other options, which do not concern it"
                 raise OutriderError("option", cause, "Leave them out.")
             chosen = preparing_parts(f"sm_{arguments.prepare}")
