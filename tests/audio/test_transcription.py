@@ -40,6 +40,7 @@ from runtime.audio.transcription import (
     Segment,
     SpeechOptions,
     Transcriber,
+    language_code,
 )
 from runtime.audio.windows import Windows
 from runtime.files.errors import OutriderError
@@ -136,16 +137,20 @@ def test_without_times(english: bool) -> None:
     assert decoder.prompts[0] == [START, *language, NO_TIMES]
 
 
+def test_what_is_asked_for() -> None:
+    sound = talk(30, seed=4)
+    requested: dict[str, Any] = {"language": "German", "task": "translate"}
+    decoder, made, found = transcribed(sound, 1, timestamps=True, **requested)
+    check(found, expected_segments(sound, 1, **requested))
+    begin = [START, LANGUAGES["de"], TRANSLATE]
+    assert decoder.prompts == [begin] * made.window_count and made.language == "de"
+
+
 @pytest.mark.parametrize(
     ("language", "code"), [("en", "en"), ("<|de|>", "de"), ("German", "de"), ("EN", "en")]
 )
-def test_what_is_asked_for(language: str, code: str) -> None:
-    sound = talk(30, seed=4)
-    requested: dict[str, Any] = {"language": language, "task": "translate"}
-    decoder, made, found = transcribed(sound, 1, timestamps=True, **requested)
-    check(found, expected_segments(sound, 1, **requested))
-    begin = [START, LANGUAGES[code], TRANSLATE]
-    assert decoder.prompts == [begin] * made.window_count and made.language == code
+def test_names_of_languages(language: str, code: str) -> None:
+    assert language_code(language, facts(english=False)) == code
 
 
 def test_a_short_recording_ends_where_it_does() -> None:

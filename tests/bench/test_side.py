@@ -18,6 +18,7 @@ from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
 from bench.suites.side import run as measuring
+from bench.suites.side import suite
 from bench.suites.side.run import (
     DRAFT,
     LENGTHS,
@@ -35,6 +36,7 @@ from bench.suites.side.suite import FULL, QUICK, SUITE, batch_jobs, run, single_
 from bench.suites.side.tables import BASE, MIXED, figures_of, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
+from models.corpus import Corpus
 from runtime.files.errors import EXIT_STATUS
 from runtime.gamma.costs import RoundCosts
 from runtime.theory.formulas import speedup
@@ -241,6 +243,8 @@ def test_checkpoints_of_ones_own(
 ) -> None:  # fmt: skip
     """Without a draft model no system drafts with one; goals apply only to the grown pair."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
+    texts = [file.read_text() for file in sorted(Path(suite.__file__).parents[2].rglob("*.py"))]
+    monkeypatch.setattr(suite, "collect", lambda: Corpus([], texts))
     options = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
     target, where = str(pair.TARGET), ["--work", str(tmp_path)]
     assert SUITE.main([*options, "--model", target, *where]) == 0

@@ -23,6 +23,7 @@ from runtime.sequence import Request
 
 MAX_LEN, MAX_GAMMA = 64, 8
 KIND_NAMES = ("model", "ngram", "copy", "chain", "unigram", "bigram", "skip", "random")
+SHOWS_ORDER = 34  # the first seed whose requests notice rows that are filled out of order
 TARGET = random_model(1)
 DRAFT = near(TARGET, 2, 0.7)
 TABLES = Tables.count(np.arange(400, dtype=np.int32) ** 2 % VOCAB_SIZE, VOCAB_SIZE, 3)
@@ -87,7 +88,7 @@ def compare(*seeds: int) -> None:
 
 
 @on_host
-@pytest.mark.parametrize("seed", cases([*range(8), 34], range(300)))
+@pytest.mark.parametrize("seed", cases([*range(8), SHOWS_ORDER], range(300)))
 def test_neighbours_and_drafts_change_nothing(sampler: None, seed: int) -> None:
     compare(seed)
 
@@ -103,4 +104,4 @@ def test_control_rows_that_are_filled_before_the_draw_alone_show(sampler: None) 
             real(self, logits, first, drafts, drafted, step)
 
     with broken("drafts.proposer.Proposer._fill_rows", fill), pytest.raises(AssertionError):
-        compare(*range(300))
+        compare(SHOWS_ORDER)
