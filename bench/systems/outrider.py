@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import onnxruntime  # a library, not memory or loading time of the model
 
 from runtime.backends.engine import Engine
 from runtime.bundle import load
@@ -41,7 +41,7 @@ class OutriderWorker:
         # The same prompt is decoded once in every mode; rows that a slot still holds must not help.
         self.engine = load(self._folder, slots=setup.slots, threads=setup.threads, reuse=False)
         return {
-            "outrider": f"onnxruntime {version('onnxruntime')}",
+            "outrider": f"onnxruntime {onnxruntime.__version__}",
             "dtype": setup.precision,
             "weights": self._step_bytes("target"),
             "parameters": self.engine.manifest.pair.target.parameters,
