@@ -135,7 +135,7 @@ def _unavailable_draft_error(name: str, gamma: int, limits: Limits) -> OutriderE
     if kind.needs_model() and not limits.has_model:
         return OutriderError(
             "option",
-            f"gamma={gamma} needs a draft model, and the bundle has none",
+            f"gamma={gamma} with draft={name} needs a draft model, and the bundle has none",
             ('Use gamma=0, or draft="ngram"' if on_host else "Use gamma=0")
             + ", or build the bundle with DRAFT=<draft>.",
         )

@@ -101,7 +101,8 @@ OUTRIDER_HD float load(const void* row, int dtype, int64_t i) {
 
 // --- random numbers ---------------------------------------------------------------------------
 
-enum Purpose { DRAFT = 0, ACCEPT = 1, RESIDUAL = 2, COUPLED = 4 }; // 3: drafts of drafts, in Python
+// As in runtime/sampling/philox.py. 3 is for a draft's own rounds (CHAIN).
+enum Purpose { DRAFT = 0, ACCEPT = 1, RESIDUAL = 2, COUPLED = 4 };
 
 // Philox 4x32-10 (Salmon et al., SC 2011). key: low word first.
 OUTRIDER_HD void philox4x32(uint64_t key, uint32_t c[4]) {

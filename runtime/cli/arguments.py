@@ -274,7 +274,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the arguments and refuse contradictory ones. Raises OutriderError("option"), or exits
     for --help.
 
-    `stream` is resolved to True or False, and --draft none to `gamma` 0.
+    `stream` is resolved to True or False.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -296,10 +296,6 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         (sum(getattr(args, name) == "-" for name in (*prompts, *SOURCES)) > 1,
          "two options read standard input, which can be read only once",
          "Write one of them to a file."),
-        (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
-         leave),
-        (args.draft not in (None, "none") and args.gamma == 0,
-         f"--draft {args.draft} contradicts --gamma 0", leave),
         (args.draft in KINDS and "tables" in KINDS[args.draft].needs and args.table is None,
          f"--draft {args.draft} needs a table", "Add --table; python -m export.ngram writes one."),
         (args.color and no_text, f"--color applies to text, and {no_text} prints JSON", leave),
@@ -338,8 +334,6 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     refuse_first(rules)
     if args.stream is None:
         args.stream = not no_stream
-    if plain:
-        args.gamma = 0
     if not args.batch and (plain or args.draft is not None):
         refuse_unread(args, [] if plain else [args.draft])
     return args

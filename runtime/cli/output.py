@@ -15,9 +15,9 @@ from typing import TextIO
 from ..files.errors import OutriderError, discard
 from ..text.engine import TextEngine
 from ..text.options import Options
-from ..text.pace import SmoothWriter
 from ..text.stream import Stream
 from . import report
+from .pace import SmoothWriter
 
 
 class Output:

@@ -76,7 +76,7 @@ class MeasuredPolicy:
         self.earlier_texts: EarlierTexts | None = None
         self.is_drafting = True  # otherwise the draft has been left behind
         self.room = shared.max_gamma  # the most tokens that it can have drafted
-        self.unread_tokens = 0  # tokens that the draft has not read
+        self.unread_tokens = 0  # tokens of rounds without drafts that the draft has yet to read
         self.tokens, self.loss = 0, 0.0  # of the text; loss: plain steps, negative is a gain
 
     def begin(self) -> None:
@@ -102,7 +102,8 @@ class MeasuredPolicy:
     def observe(self, gamma: int, examined: int, accepted: int) -> None:
         part = _Part(self, gamma, examined, accepted, self.unread_tokens)
         self.shared.round.parts.append(part)
-        self.unread_tokens = 0 if gamma else self.unread_tokens + 1
+        reads = gamma == 0 and self.shared.costs.reads_model
+        self.unread_tokens = self.unread_tokens + 1 if reads else 0
         if self.base:
             self.base.observe(gamma, examined, accepted)
 
@@ -233,7 +234,7 @@ class SharedGamma:
     def _learn(self, costs: RoundCosts, done: _Round) -> None:
         """Let texts learn from a round, whose loss they share equally."""
         time = costs.round(max(done.fixed, *(part.gamma for part in done.parts)))
-        time += sum(self._catch_up(costs, part.unread) for part in done.parts if part.gamma)
+        time += sum(costs.catch_up(part.unread) for part in done.parts if part.gamma)
         tokens = _mean([part.accepted + 1 for part in done.parts])
         loss = time - tokens * costs.round(done.fixed)
         self._loss += loss
@@ -250,11 +251,9 @@ class SharedGamma:
     ) -> float:
         """Choose the texts that draft: those that the draft has read, and those that it can read
         within the budget and before a round with this gamma. Returns the rest of the budget."""
-        for text in texts:
-            text.is_drafting = True
         least = self._excess(costs, texts, gamma)
         for text in sorted(texts, key=lambda text: text.unread_tokens):
-            needed = self._catch_up(costs, text.unread_tokens)
+            needed = costs.catch_up(text.unread_tokens)
             text.is_drafting = bool(text.room > 0 and needed + least <= budget)
             budget -= needed if text.is_drafting else 0.0
         return budget
@@ -271,7 +270,7 @@ class SharedGamma:
         ]
         plain = costs.round(fixed)
         losses = [costs.round(max(fixed, *each)) - plain for each in widths]
-        reading = sum(self._catch_up(costs, x.unread_tokens) for x in texts if x.is_drafting)
+        reading = sum(costs.catch_up(x.unread_tokens) for x in texts if x.is_drafting)
         times = [plain + loss + reading / ROUNDS_PER_CHOICE for loss in losses]
         times[0] = plain
         speed = [tokens[gamma] / times[gamma] for gamma in gammas]
@@ -299,9 +298,6 @@ class SharedGamma:
         """Plain steps that a round with this gamma takes beyond one without, reading excluded."""
         fixed = self.round.fixed
         return costs.round(max(fixed, *(x.width(gamma) for x in texts))) - costs.round(fixed)
-
-    def _catch_up(self, costs: RoundCosts, tokens: int) -> float:
-        return costs.catch_up(tokens) if self.costs.reads_model else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,1 +1,1 @@
-"""From text to token ids and back."""
+"""From requests to texts: the tokenizer, options, streams, the queue for slots, the engine."""

@@ -101,12 +101,6 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
             + " needs the draft model, and the bundle was opened without it",
             "Leave that option out, or load the bundle with draft_model=True.",
         )
-    if kind in KINDS and KINDS[kind].reads_model and decoder.draft is None:
-        raise OutriderError(
-            "option",
-            f"draft={kind}: the bundle was built without a draft model",
-            "Leave that option out, or build the bundle with DRAFT=<checkpoint>.",
-        )
     if kind is None:
         kind = "model" if decoder.draft is not None else pair.lookup
     if kind is None or kind == "none":

@@ -64,8 +64,8 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
-        ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
+        ("--draft none --gamma 3", "draft=none contradicts gamma=3"),
+        ("--draft ngram --gamma 0", "draft=ngram contradicts gamma=0"),
         ("--color --json", "--color applies to text"),
         ("--stream --json", "--stream prints text"),
         ("--stream --baseline", "without streaming"),
@@ -133,8 +133,8 @@ def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
 def test_what_needs_a_draft(tmp_path, capsys, monkeypatch):
     cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
     for argv, words in (
-        ("--draft model", "built without a draft model"),
-        ("--gamma 2", "needs a draft model"),
+        ("--draft model", "gamma=4 with draft=model needs a draft model"),
+        ("--gamma 2", "and the bundle has none"),
         ("--baseline", "without a draft this run is plain too"),
         ("--verify block", "no effect in plain decoding"),
     ):

@@ -68,11 +68,10 @@ def test_the_loss_of_a_round_is_shared() -> None:
     assert second.unread_tokens == 51
 
 
-def drafting(unread: Sequence[int], reads_model: bool = True) -> list[bool]:
+def drafting(unread: Sequence[int]) -> list[bool]:
     """Which of three texts draft, if the draft must read so many tokens of each: 0.2 plain steps +
     0.016 per token, of a budget of 3, of which a round takes 0.2."""
     shared = SharedGamma(timed(3, cost=0.2))
-    shared.costs.reads_model = reads_model
     shared.costs.observe_catch_up(3, 50, STEP)
     shared.costs.earlier_texts().add(250, 245)
     texts = [MeasuredPolicy(shared) for _ in unread]
@@ -89,7 +88,14 @@ def test_texts_that_would_take_long_to_read_are_left_behind() -> None:
     assert drafting([10, 500, 0]) == [True, False, True]
     assert drafting([140, 50, 60]) == [False, True, True], "those that take least"
     assert drafting([78, 78, 400]) == [True, False, False], "with enough left for a round"
-    assert drafting([10, 500, 0], reads_model=False) == [True, True, True]
+
+
+def test_a_draft_that_reads_no_text_has_nothing_to_catch_up_with() -> None:
+    for reads_model in (True, False):
+        shared = SharedGamma(Costs(MAX_GAMMA, reads_model))
+        text = MeasuredPolicy(shared)
+        text.observe(0, 0, 0)
+        assert text.unread_tokens == int(reads_model)
 
 
 def test_reading_speaks_against_drafts() -> None:

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from runtime.text import pace
-from runtime.text.pace import SmoothWriter
+from runtime.cli import pace
+from runtime.cli.pace import SmoothWriter
 
 
 class Screen:
