@@ -32,6 +32,10 @@ from .formats.packed import DOWNLOAD, Packed, unsupported
 
 REMOVE = "Download the checkpoint again, or remove that file."  # the checkpoint does not need it
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_READ_FIRST = (  # by Transformers
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)  # fmt: skip
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # of the weights, in another layout
@@ -169,7 +173,7 @@ def _reads_audio(config: PretrainedConfig) -> bool:
 def _load_config(name: str, path: Path) -> PretrainedConfig:
     config: PretrainedConfig
     what = f"Transformers {transformers.__version__} cannot read {name}/config.json"
-    remedy = "Use a checkpoint of an architecture that this version knows."
+    remedy = "Correct that file, or use a checkpoint of an architecture that this version knows."
     with convert_errors("architecture", what, remedy):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         of_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
@@ -186,6 +190,8 @@ def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed
     if quantised is None:
         return None
     method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
+    if isinstance(quantised, dict) and ("load_in_8bit" in quantised or "load_in_4bit" in quantised):
+        method = "bitsandbytes"
     if method not in _READERS:
         raise unsupported(name, f"quantization_config: {method[:40]}")
     try:
@@ -256,6 +262,10 @@ def _check_files(name: str, path: Path) -> None:
          "Point MODEL and DRAFT at a folder in the Hugging Face layout."),
         (not weights, f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
          "Download the checkpoint completely."),
+        (weights and not any((path / file).is_file() for file in _READ_FIRST),
+         f"{name} has weights ({weights[0].name if weights else ''}), but no {_READ_FIRST[0]} and "
+         "no index of several files",
+         "Rename the file if it has the Hugging Face layout, or download that layout."),
     ], "checkpoint")  # fmt: skip
     for file in (path / "config.json", *weights, *path.glob("tokenizer*.*")):
         try:

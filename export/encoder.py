@@ -35,6 +35,7 @@ from .decoder import (
     layer_names,
     limit_logits,
 )
+from .functions.stateful_layers import UnsupportedArchitecture
 
 STATES = "encoder_states"
 
@@ -170,6 +171,8 @@ def _positions_per_slot(model: PreTrainedModel, max_positions: int | None) -> It
             if hasattr(module, "compute_bias"):
                 replace(module, "compute_bias", _bias_per_slot)
             names = signature(module.forward).parameters.keys()
+            if {"position_ids", "past_key_values_length", "token_type_ids"} <= names:
+                raise UnsupportedArchitecture("it numbers the positions of all slots alike")
             if {"position_ids", "past_key_values_length"} <= names:
                 replace(module, "forward", partial(_embed_positions_per_slot, max_positions))
             if hasattr(module, number := "create_position_ids_from_input_ids"):
@@ -209,6 +212,9 @@ def _embed_positions_per_slot(
         return table(input_ids, past_key_values_length, position_ids=position_ids)
     if max_positions is not None:  # as in `Decoder`
         position_ids = position_ids.clamp(max=max_positions - 1)
+    if input_ids.is_floating_point():  # Pegasus-X: embeddings [B, N, D], and positions as a column
+        rows = input_ids.reshape(1, -1, input_ids.shape[-1])
+        return table(rows, 0, position_ids=position_ids.reshape(-1, 1)).reshape(input_ids.shape)
     found = table(input_ids, 0, position_ids=position_ids.reshape(-1))
     return found.reshape(*position_ids.shape, -1)
 

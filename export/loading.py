@@ -7,9 +7,11 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from json import JSONDecodeError
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,16 +37,14 @@ from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+OWN_ATTENTION = "its attention does not go through Transformers' attention interface"
 _UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
     """Refuse LongRoPE if max_len exceeds its original context. Dynamic NTK embeddings change only
     beyond the checkpoint's context. Raises OutriderError "architecture"."""
-    text = checkpoint.text_config
-    parameters = getattr(text, "rope_parameters", None) or {}
-    per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for rope in per_layer:
+    for rope in _ropes(checkpoint):
         original = rope.get("original_max_position_embeddings") or checkpoint.max_len
         if rope.get("rope_type") == "longrope" and max_len > original:
             raise OutriderError(
@@ -53,6 +53,12 @@ def check_length(checkpoint: Checkpoint, max_len: int) -> None:
                 f"{original} tokens and so cannot be compiled for {max_len}",
                 f"Build with MAX_LEN={original}.",
             )
+
+
+def _ropes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings; for each kind of layer, if they differ."""
+    parameters = getattr(checkpoint.text_config, "rope_parameters", None) or {}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -109,14 +115,32 @@ def read_weights(
     computed = {name for name in info["missing_keys"] if _is_computed(model, name)}
     missing = sorted(info["missing_keys"] - computed)
     unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED))
+    unused = _without_later_layers(checkpoint, unused)
     if missing or unused:
         raise _other_weights(checkpoint, type(model).__name__, missing, unused)
     return model
 
 
+def _without_later_layers(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+    """The names that do not belong to the layers that follow the decoder's, if the checkpoint has
+    such: they predict further tokens, and Transformers does not use them."""
+    text = checkpoint.text_config
+    count = getattr(text, "num_nextn_predict_layers", None) or 0
+    first = getattr(text, "num_hidden_layers", 0)
+    later = tuple(f".layers.{i}." for i in range(first, first + count))
+    found = [name for name in names if any(layer in name for layer in later)]
+    if found:
+        note(f"{checkpoint.source}: its {count} layers that predict further tokens are left out")
+    return [name for name in names if name not in found]
+
+
 def _unread(checkpoint: Checkpoint, error: Exception) -> OutriderError:
     """The error for a model that Transformers does not load."""
     why, damaged = first_line(error), isinstance(error, JSONDecodeError | UnicodeDecodeError)
+    kinds = [rope.get("rope_type") for rope in _ropes(checkpoint)]
+    if isinstance(error, KeyError) and error.args[0] in kinds:
+        cause = f"{checkpoint.source}/config.json has a rope_type that Transformers lacks: {why}"
+        return OutriderError("checkpoint", cause, "Correct it, or download the checkpoint again.")
     if isinstance(error, (ValueError, KeyError, ImportError)) and not damaged:
         if isinstance(error, KeyError):
             why = f"Transformers has no {why}"
@@ -153,6 +177,8 @@ def _other_weights(
         remedy = "Check that config.json belongs to these weights."
     else:
         remedy = "Download the checkpoint completely."
+        if missing == ["lm_head.weight"]:
+            remedy += " If its embeddings are its output matrix, set tie_word_embeddings to true."
     return OutriderError("checkpoint", f"{checkpoint.source} {cause}", remedy)
 
 
@@ -228,10 +254,18 @@ def _freeze_rope(model: PreTrainedModel) -> None:
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"
+            rope = getattr(module.config, "rope_parameters", None) or {}
+            if "short_mscale" in rope:  # Phi-3.5 MoE chooses frequencies and scale in each call
+                module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
+                module.rope_init_fn = partial(_constant, (module.inv_freq, rope["short_mscale"]))
         elif isinstance(kind, dict):
             module.rope_type = {
                 layer: "default" if k in _LENGTH_DEPENDENT_ROPE else k for layer, k in kind.items()
             }
+
+
+def _constant(value: Any, _: object) -> Any:
+    return value
 
 
 def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
@@ -293,6 +327,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     kind = getattr(checkpoint.config, "attention_type", None)
     if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
         raise checkpoint.refused("its encoder uses sparse attention for long sources")
+    if getattr(checkpoint.text_config, "attn_temperature_tuning", False):  # Llama 4
+        raise checkpoint.refused("its attention takes positions from the length of the cache")
     text, source = RecordingCache(), RecordingCache()
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[0, 1], [0, 2]]),
@@ -323,12 +359,12 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         reason = f"it does not run with an explicit KV cache ({first_line(error)})"
         if isinstance(error, AttributeError) and isinstance(error.obj, RecordingCache):
             reason = f"it uses a cache attribute that is not supported ({error.name})"
+        elif text.keys and not traced_layers:
+            reason = OWN_ATTENTION
         raise checkpoint.refused(reason) from None
     layers = sorted(text.keys)
     if len(traced_layers) < len(layers) + len(source.keys):
-        raise checkpoint.refused(
-            "its attention does not go through Transformers' attention interface"
-        )
+        raise checkpoint.refused(OWN_ATTENTION)
     state_shapes = [list(shape) for _, shape in sorted(text.states.items())]
     if not layers or (layers != list(range(len(layers))) and not state_shapes):
         how_many = "not all" if layers else "none"

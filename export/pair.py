@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import transformers
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError, refuse_first
@@ -406,6 +407,12 @@ def _note_ignored_settings(target: Checkpoint, tokenizer: PreTrainedTokenizerFas
             "the tokenizer treats special tokens in a prompt as text: pass special_tokens=text for "
             "that"
         )
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        note(f"none of its chat templates ({', '.join(templates)}) is called default: none is kept")
+    is_bpe = isinstance(tokenizer.backend_tokenizer.model, BPE)
+    if tokenizer.clean_up_tokenization_spaces and not is_bpe:
+        note("the tokenizer config removes spaces before punctuation; the bundle's texts keep them")
     beyond = max(tokenizer.get_vocab().values()) + 1 - target.vocab_size
     if beyond > 0:
         note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")
@@ -415,5 +422,6 @@ def _silence_libraries() -> None:
     """Silence the libraries' progress bars and advice, which would drown the stage lines."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "onnxscript"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch|onnxscript|transformers")

@@ -460,8 +460,6 @@ def _innermost_reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, UnsupportedArchitecture):
         return str(error)
-    if "complex-valued" in str(error):
-        return "it computes with complex numbers"
     if "data-dependent" in str(error):
         return "its code depends on values that are known only at run time"
     return f"torch.export cannot follow its code ({first_line(error)})"

@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from . import complex_numbers
+
 
 class UnsupportedArchitecture(Exception):
     """The graph cannot express this model; the message is the reason."""
@@ -157,10 +159,12 @@ class StateCache:
 @contextmanager
 def patched_layers(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, the model's layers call our functions instead of Transformers', which are
-    found by name."""
+    found by name, and real tensors stand for complex ones."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     with ExitStack() as replaced:
         for module in modules:
             for name in REPLACEMENTS.keys() & vars(module).keys():
                 replaced.enter_context(patch.object(module, name, REPLACEMENTS[name]))
+        for name, function in complex_numbers.REPLACEMENTS.items():
+            replaced.enter_context(patch.object(torch, name, function))
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from export import graph as simplified
 from export.checkpoint import find
 from export.decoder import Decoder, Example, example_caches
 from export.functions import attention, recurrence
+from export.functions.stateful_layers import patched_layers
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
@@ -281,6 +283,27 @@ def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sun
     weights, sinks = np.exp(scores), np.exp(given["sinks"])[:, None, None] if sunk else 0
     want = weights / (weights.sum(-1, keepdims=True) + sinks) @ given["value"].repeat(2, 1)
     np.testing.assert_allclose(session.run(None, given)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_of_real_tensors_are_complex_numbers() -> None:
+    def rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        turn = (torch.polar(torch.full_like(angle, 2.0), angle) * 0.5).unsqueeze(1)
+        return torch.view_as_real(torch.view_as_complex(x) * turn.to(x.device)).flatten(2)
+
+    x, angle = torch.randn(2, 3, 4, 2), torch.randn(2, 4)
+    expected = rotated(x, angle)
+    with patched_layers(torch.nn.Identity()):
+        program = torch.export.export(Module(rotated), (x, angle))
+    assert torch.allclose(program.module()(x, angle), expected, atol=1e-6)
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    assert not any(isinstance(v, torch.Tensor) and v.is_complex() for v in values)
+    assert torch.polar(angle, angle).is_complex(), "torch is as it was"
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]):
+        super().__init__()
+        self.forward = function
 
 
 def test_functions_stand_in_one_order() -> None:

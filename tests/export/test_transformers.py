@@ -40,7 +40,7 @@ FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen
 SLOW = [
     "llama3", "gemma3", "gemma4", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi",
     "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2",
-    "qwen3-moe", "deepseek3", "gpt-oss", "lfm2", "granite4",
+    "qwen3-moe", "deepseek2", "deepseek3", "phi-moe", "gpt-oss", "lfm2", "granite4",
 ]  # fmt: skip
 COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gemma4", "gpt2", "gpt-oss"]
 SLIDING = ["mistral", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"]

@@ -165,6 +165,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, **_EXPERTS,
         first_k_dense_replace=1, n_group=1, topk_group=1,
     ),
+    "deepseek2": _llama(
+        transformers.DeepseekV2Config, num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, n_shared_experts=1, **_EXPERTS,
+        first_k_dense_replace=1, n_group=2, topk_group=1, topk_method="group_limited_greedy",
+        **_rope("yarn", 64, factor=40.0, mscale=0.7, mscale_all_dim=0.7),
+    ),
+    "phi-moe": _llama(
+        transformers.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, attention_bias=True,
+        original_max_position_embeddings=CONTEXT,
+        **_rope("longrope", CONTEXT, short_factor=[1.2] * 8, long_factor=[4.0] * 8,
+                short_mscale=1.2, long_mscale=1.3),
+    ),
     "gpt-oss": _llama(
         transformers.GptOssConfig, num_local_experts=4, num_experts_per_tok=2, head_dim=16,
         **_MIXED, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
@@ -186,6 +198,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon": _gpt(transformers.FalconConfig, **_SIZES),
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
+    "xglm": _gpt(
+        transformers.XGLMConfig, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4,
+        max_position_embeddings=CONTEXT,
+    ),
+    "llama4": _llama(
+        transformers.Llama4TextConfig, head_dim=16, intermediate_size_mlp=96, num_local_experts=4,
+        attention_chunk_size=16, no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    ),
     "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
     "speech-to-text": _bart(transformers.Speech2TextConfig),
     "bigbird-pegasus": _bart(transformers.BigBirdPegasusConfig),
@@ -211,6 +232,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mbart": _bart(transformers.MBartConfig, scale_embedding=True),
     "marian": _bart(transformers.MarianConfig),
     "pegasus": _bart(transformers.PegasusConfig),
+    "pegasus-x": _bart(transformers.PegasusXConfig, block_size=16, num_global_tokens=4),
     "m2m100": _bart(transformers.M2M100Config),
     "t5gemma": _t5gemma,
     # Its encoder reads audio features.
@@ -228,12 +250,13 @@ WHISPER = {
     "max_initial_timestamp_index": 3, "prev_sot_token_id": 248, "max_length": CONTEXT,
 }  # fmt: skip
 NO_GRAPH = {
-    "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone",
-    "longt5", "xlnet", "jamba",
+    "falcon", "bloom", "gptj", "xglm", "llama4", "mamba", "speech-to-text", "bigbird-pegasus",
+    "bert", "bart-alone", "longt5", "xlnet", "jamba",
 }  # fmt: skip
 RECURRENT = ["qwen3.5", "lfm2", "granite4"]
 WITH_ENCODER = [
-    "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100", "t5gemma",
+    "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "pegasus-x", "m2m100",
+    "t5gemma",
 ]  # fmt: skip
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.

@@ -1,0 +1,57 @@
+"""Complex numbers as pairs of real tensors: graphs have no complex tensors.
+
+DeepSeek V2 rotates its queries and keys by multiplying them with complex numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A complex tensor of any shape, with the methods that models call."""
+
+    real: torch.Tensor
+    imag: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.real.device
+
+    def to(self, *arguments: Any) -> Pair:
+        return Pair(self.real.to(*arguments), self.imag.to(*arguments))
+
+    def unsqueeze(self, dim: int) -> Pair:
+        return Pair(self.real.unsqueeze(dim), self.imag.unsqueeze(dim))
+
+    def __mul__(self, other: Pair | torch.Tensor | float) -> Pair:
+        if not isinstance(other, Pair):
+            return Pair(self.real * other, self.imag * other)
+        return Pair(
+            self.real * other.real - self.imag * other.imag,
+            self.real * other.imag + self.imag * other.real,
+        )
+
+
+def _polar(size: torch.Tensor, angle: torch.Tensor) -> Pair:
+    return Pair(size * angle.cos(), size * angle.sin())
+
+
+def _view_as_complex(pairs: torch.Tensor) -> Pair:  # [..., 2]
+    return Pair(*pairs.unbind(-1))
+
+
+def _view_as_real(numbers: Pair) -> torch.Tensor:
+    return torch.stack([numbers.real, numbers.imag], -1)
+
+
+# By the names of the functions of torch that they replace.
+REPLACEMENTS = {
+    "polar": _polar,
+    "view_as_complex": _view_as_complex,
+    "view_as_real": _view_as_real,
+}
