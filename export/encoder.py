@@ -212,7 +212,8 @@ def _embed_positions_per_slot(
         return table(input_ids, past_key_values_length, position_ids=position_ids)
     if max_positions is not None:  # as in `Decoder`
         position_ids = position_ids.clamp(max=max_positions - 1)
-    if input_ids.is_floating_point():  # Pegasus-X: embeddings [B, N, D], and positions as a column
+    # Pegasus-X passes embeddings [B, N, D] and takes positions as a column. Others: ids or a shape.
+    if isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point():
         rows = input_ids.reshape(1, -1, input_ids.shape[-1])
         return table(rows, 0, position_ids=position_ids.reshape(-1, 1)).reshape(input_ids.shape)
     found = table(input_ids, 0, position_ids=position_ids.reshape(-1))

@@ -14,7 +14,15 @@ from . import host
 from .backends.bits import Bits, promised_bits
 from .backends.registry import host_engine
 from .decoder import Decoder
-from .files.errors import INTEGER, PATH, OutriderError, check_value, refuse_first
+from .files.errors import (
+    FLAG,
+    INTEGER,
+    PATH,
+    OutriderError,
+    check_value,
+    refuse_first,
+    shown_value,
+)
 from .files.graphs import TEMPLATE_FILE, TOKENIZER_FILE
 from .files.machine import host_memory
 from .files.manifest import FIRST_ROWS, MANIFEST_FILE, Manifest, read_bundle, verify_hashes
@@ -57,7 +65,7 @@ def load(
     graphs: replay a GPU's rounds as CUDA graphs; False launches each call separately, to measure
         the gain.
     loop: let a GPU start the next round itself, so that a whole generation is one launch; not
-        measured yet.
+        faster on an H200 than rounds that are launched ahead.
     table: the file written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip".
     corpus: a UTF-8 text file that draft="ngram", "copy" and "chain" search after the text itself.
     chat_template: a file with the Jinja source of a chat template, which replaces the checkpoint's.
@@ -74,9 +82,13 @@ def load(
     """
     check_queue_options(queue, timeout)
     files = {"table": table, "corpus": corpus, "chat_template": chat_template}
-    for name, path in files.items():
-        if path is not None:
-            check_value(name, path, PATH)
+    given = {name: path for name, path in files.items() if path is not None}
+    for name, path in {"folder": folder, **given}.items():
+        check_value(name, path, PATH)
+    flags = {"verify": verify, "graphs": graphs, "loop": loop, "reuse": reuse,
+             "draft_model": draft_model}  # fmt: skip
+    for name, flag in flags.items():
+        check_value(name, flag, FLAG)
     template = None if chat_template is None else read_template(Path(chat_template))
     folder = Path(folder)
     with _detect_replacement(folder):
@@ -91,8 +103,7 @@ def load(
             gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
             plain_width=plain_width,
         )  # fmt: skip
-        slots = manifest.slots if slots is None else slots
-        check_slots(loaded, slots, gpu=gpu)
+        slots, threads = check_slots(loaded, slots, gpu=gpu), int(threads)
         tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
         # A GPU's libraries choose kernels by width, which has not been measured.
@@ -178,7 +189,9 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     """The number of the GPU to run on; None for the CPU. Raises OutriderError "option"."""
     if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", str(device)):
         raise OutriderError(
-            "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
+            "option",
+            f"device={shown_value(device)} is unknown",
+            "Use auto, cpu, cuda or cuda:<number>.",
         )
     kind, _, number = str(device).partition(":")
     runs_on = ["cpu", "cuda"]  # the portable graphs
@@ -254,12 +267,15 @@ def check_options(
         check_value("plain_width", plain_width, INTEGER, lambda x: x in (1, 2), "1 or 2")
 
 
-def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
-    """Refuse more slots than fit into memory, even with the smallest caches.
+def check_slots(manifest: Manifest, slots: int | None, *, gpu: bool) -> int:
+    """The number of slots; None is the bundle's. Refuses more than fit into memory, even with the
+    smallest caches.
 
     On a GPU `gpu.opening` checks them against its memory. Raises OutriderError "option", "memory".
     """
+    slots = manifest.slots if slots is None else slots
     check_value("slots", slots, INTEGER, lambda x: x >= 1, "1 or more")
+    slots = int(slots)  # a NumPy integer may overflow
     pair = manifest.pair
     need = sum(facts.cache_bytes(slots, FIRST_ROWS) for _, facts in pair.models())
     need += pair.logits_bytes(slots, gpu=False)
@@ -267,6 +283,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
     if not gpu and need > have > 0:
         cause = f"{slots:,} slots need {size_text(need)}, and this machine has {size_text(have)}"
         raise OutriderError("memory", cause, "Use fewer slots, or a narrower beam.")
+    return slots
 
 
 def _other_versions(manifest: Manifest) -> Iterator[tuple[str, str, str | None]]:

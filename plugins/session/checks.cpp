@@ -153,6 +153,8 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
     require_in_range(is_between(o.biases[i], -100, 100), "a bias", o.biases[i], "from -100 to 100");
     biases[o.bias_ids[i]] = static_cast<float>(o.biases[i]);
   }
+  refuse_if(biases.size() != static_cast<size_t>(o.bias_length), "biases name a token id twice",
+            "Name it once");
   for (const auto& [id, bias] : biases) {
     request.bias_ids.push_back(id);
     request.biases.push_back(bias);

@@ -48,7 +48,7 @@ Bundle read_bundle(const outrider_config& config) {
       "the program was compiled for version " + std::to_string(config.abi_version) +
           " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
       "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
-  refuse_if(config.folder == nullptr, "the folder is NULL",
+  refuse_if(config.folder == nullptr || *config.folder == 0, "no folder is named",
             "Set it to a bundle made by make engines");
   const int max_threads = 4 * cores();
   refuse_if(config.threads < 0 || config.threads > max_threads,
@@ -56,7 +56,7 @@ Bundle read_bundle(const outrider_config& config) {
             "Use 0 (automatic) to " + std::to_string(max_threads));
   refuse_if(config.slots < 0 || config.slots > 1 << 16,
             "slots=" + std::to_string(config.slots) + " is out of range",
-            "Use a positive number, or 0 for the bundle's");
+            "Use 1 to 65536, or 0 for the bundle's");
   refuse_if(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
             "Use 1 or 2, or 0");
   refuse_if(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||

@@ -118,8 +118,7 @@ def beam_search(
     """
     start = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
-    draft_width = 2 * width if draft_width is None else draft_width
-    _check_options(width, draft_width, gamma, length_penalty)
+    draft_width = _check_options(width, draft_width, gamma, length_penalty)
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target", source)
     drafter = None
@@ -210,14 +209,18 @@ def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
     return [one.tokens for one in beam if not one.finished]
 
 
-def _check_options(width: int, draft_width: int, gamma: int, length_penalty: float) -> None:
-    for name, value, minimum, maximum in (
-        ("beams", width, 1, MAX_BEAMS),
-        ("draft_beams", draft_width, width, 2 * MAX_BEAMS),
-        ("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
-    ):
+def _check_options(width: int, draft_width: int | None, gamma: int, length_penalty: float) -> int:
+    """The width of the draft's beam."""
+
+    def check(name: str, value: object, minimum: int, maximum: int) -> None:
         legal = range(minimum, maximum + 1)
         check_value(name, value, INTEGER, legal.__contains__, f"from {minimum} to {maximum}")
+
+    check("beams", width, 1, MAX_BEAMS)
+    draft_width = 2 * width if draft_width is None else draft_width
+    check("draft_beams", draft_width, width, 2 * MAX_BEAMS)
+    check("gamma", gamma, 0, GAMMA_LIMIT)  # outside of beam search it may also be "auto"
     # Bounded, so that length ** penalty is finite and not 0.
     check_value("length_penalty", length_penalty, NUMBER, lambda x: abs(x) <= 10,
                 "from -10 to 10; 0 ranks by the score alone")  # fmt: skip
+    return draft_width

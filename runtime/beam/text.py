@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..calls import encode_source
 from ..drafts.model import ModelDraft
-from ..files.errors import OutriderError
+from ..files.errors import INTEGER, OutriderError, check_value
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
 from ..text.tokenizer import Detokenizer
@@ -80,6 +80,7 @@ def beam_texts(
     """
     decoder = engine.decoder
     gamma = resolve_gamma(engine, gamma)
+    check_value("gamma", gamma, INTEGER)
     if gamma and decoder.draft is None:
         reason = "was opened without its own" if engine.manifest.pair.draft else "has none"
         cause = f"gamma={gamma} needs a draft model, and the bundle {reason}"

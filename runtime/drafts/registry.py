@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from ..files.errors import OutriderError
+from ..files.errors import STRING, OutriderError, check_value
 from .chain import ChainDraft
 from .draft import Draft, Sources
 from .lookup import CopyDraft, NgramDraft
@@ -25,8 +25,9 @@ KINDS: dict[str, type[Draft]] = {
 
 def register_draft(name: str, kind: type[Draft]) -> None:
     """Register a kind of draft, for draft=name and `--draft name`, in every bundle on the CPU.
-    Raises OutriderError("option") if the name is taken, or if the kind is invalid or needs an
-    unknown source."""
+    Raises OutriderError("option") if the name is none or taken, or if the kind is invalid or needs
+    an unknown source."""
+    check_value("name", name, STRING, bool, "a string that is not empty")
     if name == "none" or KINDS.get(name, kind) is not kind:
         raise OutriderError(
             "option", f"a draft named {name!r} already exists", "Choose another name for yours."

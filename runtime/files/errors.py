@@ -74,6 +74,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def own_number(value: Any) -> Any:
+    """Python's own number for a real number, as NumPy's may overflow; any other value itself."""
+    return int(value) if is_whole(value) else float(value) if is_number(value) else value
+
+
 def is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -94,6 +99,11 @@ def one_of(*names: str) -> Kind:
     return lambda x: isinstance(x, str) and x in names, f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def shown_value(value: object) -> str:
+    """The value for a message of one line."""
+    return " ".join(repr(value).split())[:80]
+
+
 def check_value(
     name: str, value: object, kind: Kind, fits: Callable[[Any], bool] | None = None, legal: str = ""
 ) -> None:
@@ -104,7 +114,7 @@ def check_value(
     is_kind, noun = kind
     if is_kind(value) and (fits is None or fits(value)):
         return
-    shown = f"{name}={repr(value)[:80]}"
+    shown = f"{name}={shown_value(value)}"
     if is_kind(value):
         raise OutriderError("option", f"{shown} is out of range", f"{name} must be {legal}.")
     cause = f"{shown} ({type(value).__name__}) is not {noun}"
@@ -173,9 +183,9 @@ def attribute_errors_to(what: str) -> Iterator[None]:
     is to blame."""
     try:
         yield
-    except OutriderError:
+    except (OutriderError, KeyboardInterrupt, Terminated):
         raise
-    except Exception as error:
+    except BaseException as error:  # also SystemExit: the thread may be another request's
         cause = f"{what} raised {type(error).__name__}: {first_line(error)}"
         raise OutriderError("option", cause, "Fix it, or leave that option out.") from error
 

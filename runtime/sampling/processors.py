@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import attribute_errors_to
+from ..files.errors import OutriderError, attribute_errors_to
 from .distribution import FloatRow
 from .warp import SamplingParams, TokenIds, check_row, edit_scores, forbid_ids
 
@@ -28,9 +28,10 @@ class LogitsProcessor(Protocol):
         """Set the scores of the tokens that may not follow `text` to -inf, in place, and no others.
 
         scores: float32 [V], the logits after bias, penalties and the processors before this one. V
-            is the target's vocabulary size, or that of a draft with a smaller one. text: int64 [n],
-            all ids before the row: prompt, output, and the round's drafts. output_start: index in
-            `text` at which the output begins, so n = output_start for the first new token.
+            is the target's vocabulary size, or that of a draft with a smaller one. Not to be kept:
+            the array serves other rows after the call. text: int64 [n], all ids before the row:
+            prompt, output, and the round's drafts. output_start: index in `text` at which the
+            output begins, so n = output_start for the first new token.
 
         It is called for each row of each round, so it must be cheap. The result must depend on the
         arguments alone, since a round also processes rows of continuations that are rejected, in
@@ -133,6 +134,9 @@ def apply_processors(
         name = getattr(processor, "__name__", None) or type(processor).__name__
         with attribute_errors_to(f"{where}: a logits processor ({name})"):
             processor(scores, text, output_start)
+        if not (peak := float(scores.max())) < np.inf:
+            cause = f"{where}: a logits processor ({name}) wrote {peak}"
+            raise OutriderError("option", cause, "Have it write finite numbers, or -inf.")
     if edited:
         row[np.isneginf(scores)] = -np.inf
     if of_draft and not np.isfinite(row.max()):

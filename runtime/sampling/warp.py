@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..files.errors import (
     is_number,
     is_whole,
     one_of,
+    own_number,
     refuse_first,
 )
 from .distribution import Distribution, FloatRow
@@ -71,10 +71,8 @@ class SamplingParams:
     sigmoid_beta: float = 1e3
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, Integral):
-            # A NumPy integer would wrap in Philox's products.
-            object.__setattr__(self, "seed", int(self.seed))
         for name, rule in _RULES.items():
+            object.__setattr__(self, name, own_number(getattr(self, name)))
             check_value(name, getattr(self, name), *rule)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         refuse_first([

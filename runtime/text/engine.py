@@ -128,7 +128,7 @@ class TextEngine:
         result) in the order in which requests finish. An error of one request is stored in its
         result's `error`, and the others continue; errors of the engines are raised.
         """
-        if isinstance(prompts, str | bytes | Mapping):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise OutriderError(
                 "prompt", "batch got a single prompt", "Pass a list of prompts, or use generate."
             )
@@ -205,6 +205,16 @@ class TextEngine:
             if batch := wanted():
                 self.decoder.round(batch)
 
+    def refuse_reentry(self) -> None:
+        """Raise "option" in code that a round of this thread called: it would wait for itself."""
+        is_held = self._decoder_lock._is_owned()  # type: ignore[attr-defined]
+        if is_held or self._round_sharer.is_run_by(threading.get_ident()):
+            raise OutriderError(
+                "option",
+                "a callback or signal handler used the engine within one of its own rounds",
+                "Use it outside of processors, drafts and handlers.",
+            )
+
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """Free the slot of a sequence that is already in `dropped`."""
         try:
@@ -244,6 +254,7 @@ class TextEngine:
     def exclusive_access(self, slots: int | None = None) -> Iterator[None]:
         """Hold slots while no other call runs. slots: how many must be free, None for all. Raises
         "busy"."""
+        self.refuse_reentry()
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         try:
             self.slot_queue.acquire(caller, slots)

@@ -67,7 +67,7 @@ class LiteralTokenizer:
             return value
         if isinstance(value, Mapping):
             each = self.break_special_tokens
-            return {each(key): each(item) for key, item in value.items()}
+            return {each(k) if isinstance(k, str) else k: each(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.break_special_tokens(item) for item in value]
         return value

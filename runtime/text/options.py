@@ -24,7 +24,9 @@ from ..files.errors import (
     is_text,
     is_whole,
     one_of,
+    own_number,
     refuse_first,
+    shown_value,
 )
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
@@ -110,8 +112,12 @@ class Options:
     processors: Sequence[LogitsProcessor] = ()
 
     def seeded(self) -> Options:
-        """The same options with a seed, drawn at random if there is none."""
-        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))
+        """The same options with a seed, drawn at random if there is none, and with Python's own
+        numbers."""
+        own = {name: own_number(value) for name, value in vars(self).items()}
+        if self.seed is None:
+            own["seed"] = int.from_bytes(os.urandom(4))
+        return Options(**own)
 
     def updated(self, given: Mapping[str, Any]) -> Options:
         """A copy with the fields of a JSON object, whose keys are strings. Raises OutriderError
@@ -146,7 +152,8 @@ class Options:
         self.sampling()
         drafted = self.draft not in (None, "none")
         refuse_first([
-            (drafted and self.draft not in tuple(KINDS), f"draft={self.draft!r} is unknown",
+            (drafted and self.draft not in tuple(KINDS),
+             f"draft={shown_value(self.draft)} is unknown",
              f"Use {', '.join(KINDS)} or none."),
             ((self.min_new_tokens or 0) > self.max_new_tokens,
              f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
@@ -194,6 +201,7 @@ def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
     return (
         isinstance(value, Collection)
         and not isinstance(value, str | bytes | Mapping)
+        and getattr(value, "ndim", 1) > 0  # an array without axes cannot be iterated
         and all(map(fits, value))
     )
 
@@ -235,9 +243,14 @@ _RULES: dict[str, ValueRule] = {
     "seed": _FROM_0,
     "gamma": (_GAMMA, lambda value: isinstance(value, str) or value >= 0, "0 or more"),
     "fallback": (one_of("auto", "off"),),
+    "draft": (STRING,),
     "draft_temperature": (NUMBER,),
     "draft_threshold": (NUMBER,),
-    "stop": (_STOP, lambda value: value != "" and "" not in [*value], "strings that are not empty"),
+    "stop": (
+        _STOP,
+        lambda value: "" not in ([value] if is_text(value) else [*value]),
+        "strings that are not empty",
+    ),
     "stop_token_ids": ((_is_ids, "a list of token ids"),),
     "ignore_eos": (FLAG,),
     "logprobs": _FROM_0,

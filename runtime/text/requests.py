@@ -104,10 +104,10 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
     if kind is None:
         kind = "model" if decoder.draft is not None else pair.lookup
     if kind is None or kind == "none":
-        return "model", int(gamma or 0)
+        return "model", gamma or 0
     if gamma is None:
         gamma = min(KINDS[kind].usual_gamma, decoder.max_gamma)
-    return kind, int(gamma)  # may be a NumPy integer
+    return kind, gamma
 
 
 def _policy(
@@ -206,7 +206,8 @@ def decoders_only(what: str, pair: Pair) -> str:
 
 def _items(prompt: Any) -> list[Any]:
     """A list of messages or token ids. Raises OutriderError "prompt" for anything else."""
-    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
+    wrong = isinstance(prompt, bytes | bytearray | Mapping) or getattr(prompt, "ndim", 1) == 0
+    if isinstance(prompt, Iterable) and not wrong:
         items = list(prompt)
         if all(isinstance(item, Mapping) for item in items):
             return items

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..sequence import ActiveSequence
 
@@ -16,6 +16,7 @@ WAIT_SHARE = 0.1  # how long to wait for the last round's participants, as a sha
 @dataclass(eq=False)
 class _RoundRequest:
     sequences: Collection[ActiveSequence]
+    thread: int = field(default_factory=threading.get_ident)
     error: Exception | None = None
     done: bool = False
     withdrawn: bool = False
@@ -52,6 +53,11 @@ class RoundSharer:
             raise
         if request.error is not None:
             raise request.error
+
+    def is_run_by(self, thread: int) -> bool:
+        """Whether this thread runs a round, or waits to begin it."""
+        runner = self._runner
+        return runner is not None and runner.thread == thread
 
     def forget(self, sequence: ActiveSequence) -> None:
         """Stop waiting for a sequence that has left."""

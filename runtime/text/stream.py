@@ -42,6 +42,7 @@ class RunningRequests(ABC, Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        self._engine.refuse_reentry()
         self._caller.record_use()
         try:
             with self._advance_lock:

@@ -281,7 +281,8 @@ def test_a_pool_gives_the_logits_of_any_trees_on_any_number_of_slots() -> None:
     ("given", "words"),
     [
         *(({name: value}, "option: " + name.replace("width", "beams")) for name, value in (
-            ("width", 0), ("width", 2.0), ("width", True), ("draft_width", 2),
+            ("width", 0), ("width", 2.0), ("width", True), ("width", None),
+            ("draft_width", 2),
             ("gamma", "auto"), ("gamma", -1),  # "auto" was a TypeError
             ("length_penalty", math.nan), ("length_penalty", 11), ("length_penalty", "1"),
         )),

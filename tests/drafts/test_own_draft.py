@@ -67,6 +67,9 @@ def test_a_name_has_one_meaning() -> None:
     for name in ("phrases", "model", "none"):
         with pytest.raises(OutriderError, match="already exists"):
             registry.register_draft(name, Liar)
+    for nameless in (5, ""):
+        with pytest.raises(OutriderError, match=r"^option: name="):
+            registry.register_draft(nameless, Liar)
 
 
 @on_host

@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from commands import CHECKOUT, error_line, leftovers, run
 from fakes import edited
@@ -172,12 +173,23 @@ def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_options_of_another_type_are_refused(bundle: Path) -> None:
+    """Fault: verify=None and "" left the hashes unchecked, and "False" checked them."""
+    with pytest.raises(OutriderError, match=r"option: folder=None \(NoneType\) is not a path"):
+        load(cast(Path, None))
     paths = [(name, 5) for name in ("table", "corpus", "chat_template")]
+    flags = [(name, None) for name in ("verify", "graphs", "loop", "reuse", "draft_model")]
     threads = [("threads", value) for value in ("a", 2.5, True)]
-    for name, value in (*paths, *threads, ("device", 3)):
+    for name, value in (*paths, *flags, *threads, ("device", 3)):
         nonsense: dict[str, Any] = {name: value}
         with pytest.raises(OutriderError, match=rf"option: {name}={value!r} (\(.*\) )?is"):
             load(bundle, **nonsense)
+
+
+def test_a_small_numpy_number_of_slots(bundle: Path) -> None:
+    """Fault: the memory of the caches overflowed."""
+    with load(bundle, slots=np.int8(3)) as engine:  # type: ignore[arg-type]
+        assert engine.memory == load(bundle, slots=3).memory
+        assert {type(size) for size in engine.memory.values()} == {int}
 
 
 def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:

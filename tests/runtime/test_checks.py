@@ -45,7 +45,7 @@ LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
         ({"gamma": 9}, HOST, "option: gamma=9 is over the 8"),
         ({"gamma": -1}, HOST, "option: gamma=-1 is negative"),
         ({"logprobs": 101}, HOST, "option: logprobs=101 is out of range"),
-        ({}, ALONE, 'option: gamma=2 needs a draft model.* draft="ngram", or build'),
+        ({}, ALONE, 'gamma=2 with draft=model needs a draft model.* draft="ngram", or build'),
         ({"draft": "chain"}, ALONE, "option: gamma=2 with draft=chain needs a draft"),
         ({"draft": "bigram"}, HOST, "option: draft=bigram needs a table"),
         # This was once refused on the CPU as being "for the CPU".

@@ -200,6 +200,18 @@ def test_a_processor_that_forbids_everything_is_told() -> None:
         run(make_decoder(target), Request([2], gamma=0, processors=(nothing,)))
 
 
+@on_host
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_processor_that_writes_what_is_no_score(value: float) -> None:
+    """Fault: the checkpoint was blamed."""
+
+    def odd(scores: np.ndarray, text: Ids, output_start: int) -> None:
+        scores[1] = value
+
+    with pytest.raises(OutriderError, match=rf"option: .*a logits processor \(odd\) wrote {value}"):
+        run(make_decoder(random_model(1)), Request([2], gamma=0, processors=(odd,)))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_certificate(temperature: float, tmp_path: Path) -> None:
     """Control: a round whose rows are not processed fails it."""

@@ -191,7 +191,7 @@ def c_options(
     draft: str | None = None,
     verify: str = "token",
     gamma: int | None = None,
-    logit_bias: dict[int, float] | None = None,
+    logit_bias: dict[int, float] | list[tuple[int, float]] | None = None,
     stop_token_ids: Sequence[int] = (),
     stop: Any = None,
     logprobs: int | None = None,
@@ -206,8 +206,9 @@ def c_options(
     options.gamma = -1 if gamma is None else gamma
     options.logprobs = -1 if logprobs is None else logprobs
     options.draft_temperature = draft_temperature or 0
-    biases = logit_bias or {}
-    ids, numbers = (I64 * len(biases))(*biases), (F64 * len(biases))(*biases.values())
+    biases = [*logit_bias.items()] if isinstance(logit_bias, dict) else logit_bias or []
+    ids = (I64 * len(biases))(*(token for token, _ in biases))
+    numbers = (F64 * len(biases))(*(bias for _, bias in biases))
     stops = (I64 * len(stop_token_ids))(*stop_token_ids)
     options.bias_ids, options.biases, options.bias_length = ids, numbers, len(biases)
     options.stops, options.stop_length = stops, len(stop_token_ids)

@@ -420,7 +420,8 @@ def test_what_cannot_be_opened(llama_bundle: Path) -> None:
     slots and threads, and corpus ids that do not exist."""
     for config, kind, words in (
         ({"abi_version": 1}, "option", "compiled for version 1"),
-        ({"slots": -1}, "option", "slots=-1"), ({"threads": 10**6}, "option", "threads="),
+        ({"slots": -1}, "option", "slots=-1"), ({"slots": 10**6}, "option", "slots=1000000"),
+        ({"threads": 10**6}, "option", "threads="),
         ({"corpus": [1, 10**6]}, "option", "the corpus has the token id 1000000"),
     ):  # fmt: skip
         refused(llama_bundle, kind, words, **config)

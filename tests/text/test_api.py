@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from commands import CHECKOUT
 from fakes import make_text_engine, near, random_model
 
 import runtime
+from runtime import Options
 from runtime.bundle import check_slots
 from runtime.files.errors import OutriderError
 from runtime.sampling.philox import Purpose, uniform
@@ -37,6 +39,15 @@ def test_numpy_numbers_are_numbers(engine, kind):
     json.dumps(found.stats.summary())
 
 
+def test_small_numpy_numbers_do_not_overflow(engine):
+    """Fault: 60 + int8(100) raised OverflowError, in every request of the round."""
+    own = {"max_new_tokens": np.int8(100), "gamma": np.uint8(2), "temperature": np.float16(0.5)}
+    with warnings.catch_warnings(action="error"):
+        result = engine.generate([5] * 60, ignore_eos=True, **own)
+    assert len(result.token_ids) == min(100, engine.decoder.max_len - 60)
+    assert not {type(x) for x in vars(Options(**own).seeded()).values()} & {np.int8, np.uint8}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -46,6 +57,7 @@ def test_numpy_numbers_are_numbers(engine, kind):
         {"ignore_eos": None},
         {"temperature": None}, {"system": 7}, {"special_tokens": "none"}, {"draft": ["model"]},
         {"draft": "ngram", "gamma": 0}, {"gamma": "often"}, {"gamma": "auto", "fallback": "on"},
+        {"stop": np.array(3)}, {"processors": np.array(3)}, {"draft": np.array([1, 2])},
         {"logprobs": -1}, {"gamma": 0, "lenience": 0.5}, {"gamma": 0, "verify": "block"},
     ],
 )  # fmt: skip
@@ -64,6 +76,11 @@ def test_options_are_refused_by_the_api_too(engine, options):
         ({"max_new_tokens": np.int64(0)}, r"max_new_tokens=.* is out of range"),
         ({"stop": 3}, r"stop=3 \(int\) is not a string or a list"),
         ({"gamma": 1.5}, r"gamma=1.5 \(float\) is not an integer, auto or transformers"),
+        (
+            {"temperature": np.eye(2)},
+            r"temperature=array\(\[\[1., 0.\], \[0., 1.\]\]\) \(ndarray\)",
+        ),
+        ({"draft": "x" * 1000}, "draft='x{79} is unknown"),
         ({"verify": "tokens"}, r"verify='tokens' .* is not token, block, coupled or sigmoid"),
     ],
 )
@@ -73,7 +90,9 @@ def test_a_wrong_type_is_told_from_a_wrong_range(engine, options, cause):
         engine.generate("ab", **options)
 
 
-@pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
+@pytest.mark.parametrize(
+    "prompt", [[2**63], [-1], b"abc", [], None, 7, np.array(3), ["a"], [1, {}], {}, [1.5]]
+)
 def test_invalid_prompts(engine, prompt):
     with pytest.raises(OutriderError, match=r"^prompt: "):
         engine.generate(prompt)

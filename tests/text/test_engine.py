@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,6 +23,7 @@ from runtime.drafts.registry import KINDS
 from runtime.sampling.processors import Ids
 from runtime.sequence import ActiveSequence
 from runtime.text import shared_rounds
+from runtime.text.stream import Stream
 
 MODEL = random_model(1, never=[EOS])
 
@@ -325,16 +327,19 @@ class Broken(GuessedDraft):
         return self.guessed if first == 7 and len(others) > 6 else []
 
 
-@pytest.mark.parametrize("what", ["a processor", "a draft", "floats"])
+@pytest.mark.parametrize("what", ["a processor", "a draft", "floats", "an exit"])
 def test_what_a_hosts_own_code_raises_ends_one_text_alone(
     engine: TextEngine, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault: an exception in one request's processor or draft ended every sequence."""
-    raised = {"a processor": "IndexError", "a draft": "KeyError", "floats": "TypeError"}[what]
+    raised = {"a processor": "IndexError", "a draft": "KeyError", "floats": "TypeError",
+              "an exit": "SystemExit"}[what]  # fmt: skip
     monkeypatch.setitem(KINDS, "broken", Broken)
     monkeypatch.setattr(Broken, "guessed", [1.5])
     if what == "a draft":
         monkeypatch.setattr(Broken, "guess", lambda *_: {}["no text"])
+    if what == "an exit":
+        monkeypatch.setattr(Broken, "guess", lambda *_: sys.exit(3))
 
     def processor(scores: Logits, text: Ids, begin: int) -> None:
         if len(text) > begin + 3:
@@ -354,6 +359,28 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
         with pytest.raises(OutriderError, match=raised):
             engine.generate(prompts[1][0], options=prompts[1][1])
         assert len(other.result(60).token_ids) == 200
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
+@pytest.mark.parametrize("call", ["generate", "next", "exclusive"])
+def test_a_callback_cannot_use_its_engine(engine: TextEngine, call: str) -> None:
+    """Fault: its thread waited for itself, and all others for that."""
+    stream: Stream
+
+    def processor(scores: Logits, text: Ids, begin: int) -> None:
+        if len(text) > begin + 3:
+            if call == "generate":
+                engine.generate("b", max_new_tokens=2)
+            elif call == "next":
+                next(stream)
+            else:
+                with engine.exclusive_access(1):
+                    pass
+
+    stream = engine.stream("abc", processors=[processor], max_new_tokens=9)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OutriderError, match="a callback or signal"):
+        pool.submit(list, stream).result(30)
+    assert engine.generate("abc", max_new_tokens=9).token_ids
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
