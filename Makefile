@@ -88,6 +88,7 @@ help:
 .venv/stamp: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer."; exit 1; }
+	@echo 'setting up .venv: 2 GB or more, some minutes'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev,rtx]'
 	@touch $@

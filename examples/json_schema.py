@@ -1,6 +1,6 @@
 """Generate JSON that follows a schema, drafted and verified like any other text.
 
-    pip install llguidance
+    pip install -c constraints.txt llguidance
     python examples/json_schema.py build/demo
 
 A grammar determines which tokens may come next. A logits processor forbids all others, for target

@@ -2,7 +2,7 @@
 
     serve run examples.ray_serve:app bundle=build/demo slots=2 replicas=2
 
-The extra `serve` has what it needs; examples/ray_serve.yaml has autoscaling, GPUs and ports.
+The extra `ray` has what it needs; examples/ray_serve.yaml has autoscaling, GPUs and ports.
 """
 
 import asyncio

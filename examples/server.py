@@ -1,6 +1,6 @@
-"""A bundle behind one process that OpenAI's clients can call.
+r"""A bundle behind one process that OpenAI's clients can call.
 
-    python -m pip install -e '.[server]'
+    python -m pip install -c constraints.txt -e '.[server]'
     python -m examples.server --engines build/demo --slots 2
 
     curl localhost:8000/v1/completions -d '{"model": "demo", "prompt": "def read(path):"}' \

@@ -1,6 +1,6 @@
 """Train the bundled pair: a small Llama on Python's standard library, and its draft.
 
-    python models/train.py --smoke                     # all stages in under half a minute
+    python models/train.py --smoke                     # all stages in a minute or two
     python models/train.py --compile --steps-target 1300 --steps-draft 1400  # the bundled pair
 
 Stages: corpus -> tokenizer -> target -> text sampled from the target -> draft -> figures. Each

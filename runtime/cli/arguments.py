@@ -130,8 +130,9 @@ def _parser() -> ArgumentParser:
         "wrong text without an error")
 
     group = parser.add_argument_group(
-        "prompt", "One of these is required; the value - reads standard input. One final newline "
-        "of a file or\nof standard input is dropped.")
+        "prompt", "One of --prompt, --prompt-file, --messages, --batch, --chat, --audio is "
+        "required; for encoder-decoders\n--source or --source-file is enough. The value - reads "
+        "standard input. One final newline of a file\nor of standard input is dropped.")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="prompt text")
     add("--prompt-file", metavar="FILE", help="UTF-8 text file with the prompt")
@@ -281,8 +282,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     prompts = ("prompt", "prompt_file", "messages", "batch", "conversation", "audio")
     if not any(getattr(args, name) not in (None, False) for name in (*prompts, *SOURCES)):
         parser.error(
-            "one of the arguments --prompt --prompt-file --messages --batch --chat --audio is "
-            "required"
+            "one of the arguments --prompt --prompt-file --messages --batch --chat --audio "
+            "--source --source-file is required"
         )
     plain = args.draft == "none" or args.gamma == 0
     no_text = "--json" if args.json else "--batch" if args.batch else ""
