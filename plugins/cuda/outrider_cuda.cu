@@ -5,7 +5,7 @@
 // results are bitwise those of the CPU library.
 #include "outrider_device_couple.cuh"
 #include "outrider_device_filter.cuh"
-#include "outrider_device_loop.cuh"
+#include "outrider_device_bookkeeping.cuh"
 
 namespace {
 
@@ -272,7 +272,7 @@ template <bool DRAW> DEVICE void couple(const Call& call) {
 // other structures. (NVRTC does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_loop) == 112 &&
+static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_bookkeeping) == 112 &&
                   sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
                   sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
@@ -362,18 +362,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // --- between the models' calls ----------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(1024)
-    outrider_begin(const __grid_constant__ outrider_loop loop) {
-  begin_round(loop);
+    outrider_begin(const __grid_constant__ outrider_bookkeeping data) {
+  begin_round(data);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    outrider_feed(const __grid_constant__ outrider_loop loop) {
-  feed_draft(loop);
+    outrider_feed(const __grid_constant__ outrider_bookkeeping data) {
+  feed_draft(data);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    outrider_commit(const __grid_constant__ outrider_loop loop) {
-  commit_round(loop);
+    outrider_commit(const __grid_constant__ outrider_bookkeeping data) {
+  commit_round(data);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -265,7 +265,7 @@ OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* si
  * The tokens and lengths of the sequences are kept on the device, so that a round is one graph and
  * the next round can be launched before the host has seen this one. Three kernels of
  * outrider_cuda.cu update them. Each runs as one block (of any number of threads) and takes an
- * outrider_loop by value as its only parameter:
+ * outrider_bookkeeping by value as its only parameter:
  *
  *   outrider_begin    writes, from the sequences, the inputs of the models and of a round's plans
  *   outrider_feed     after the draw of `step`: passes its tokens to the next step and the target
@@ -302,7 +302,7 @@ typedef struct {
   int32_t slot_count, width;
   int32_t step;                  /* of outrider_feed */
   int32_t draft_vocab_size;      /* ids from here on are outside the draft's vocabulary */
-} outrider_loop;
+} outrider_bookkeeping;
 
 /* A whole generation as one launch: a round is the body of a conditional node (CUDA 12.4), and ends
  * with a fourth kernel, outrider_again. It copies the round's results to where the host reads them,

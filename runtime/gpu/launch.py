@@ -57,8 +57,8 @@ class Plan(ctypes.Structure):
     )
 
 
-class Loop(ctypes.Structure):
-    """outrider_loop: the memory that the kernels between the models' calls read and write."""
+class Bookkeeping(ctypes.Structure):
+    """outrider_bookkeeping: the memory of the kernels between the models' calls."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in (
@@ -206,12 +206,12 @@ class Device(Cuda):
         for launch in plan.launches[: plan.launch_count]:
             self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
-    def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
+    def launch_bookkeeping(self, kernel: str, data: Bookkeeping | Ring, stream: int) -> None:
         """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. May be captured too."""
         self.make_current()
-        words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
+        words = data.size // 8 if isinstance(data, Ring) else data.slot_count
         block = min(512, -(-words // 32) * 32)
-        self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(loop), stream)
+        self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(data), stream)
 
     def _launch(
         self, kernel: bytes, grid: tuple[int, ...], block: int, parameter: int, stream: int

@@ -138,7 +138,7 @@ class LoopingRounds(DeviceRounds):
                 condition, at.sequences, at.gammas, at.results, self._ring.ctypes.data, written,
                 seen, stop, shape.batch, self._result_bytes, RING_ENTRIES, 0,
             )  # fmt: skip
-            self._device.launch_loop("outrider_again", ring, self._stream)
+            self._device.launch_bookkeeping("outrider_again", ring, self._stream)
 
         return self._capture(
             shape, program, lambda: self._device.capture_loop(body, self._stream), "loop"

@@ -25,7 +25,7 @@ def step_stride(slots: int, row_bytes: int) -> int:
 @lru_cache(maxsize=64)
 def results_dtype(batch: int, gamma: int) -> np.dtype[Any]:
     """The results of a round of B slots and gamma drafts for the host. clock: see
-    outrider_loop."""
+    outrider_bookkeeping."""
     each = (batch, gamma)
     return np.dtype([
         ("verdicts", kernel.VERDICT, (batch,)), ("ratios", "f8", each), ("drafts", "i8", each),

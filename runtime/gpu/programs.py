@@ -17,7 +17,7 @@ from ..backends.device import DeviceCall, DeviceEngine
 from ..sampling import kernel
 from ..sequence import ActiveSequence, Rounds
 from . import launch
-from .launch import SEQUENCE, Device, KernelBuffers, KernelSizes, Loop, Plan
+from .launch import SEQUENCE, Bookkeeping, Device, KernelBuffers, KernelSizes, Plan
 from .memory import Buffers, Sizes, results_dtype, step_stride
 
 logger = logging.getLogger("outrider")
@@ -135,12 +135,12 @@ class Programs(Rounds):
         address: int = self._buffers.results + fields[name][1]
         return address
 
-    def _loop_arguments(self, shape: Shape, first: int = 0) -> Loop:
+    def _bookkeeping(self, shape: Shape, first: int = 0) -> Bookkeeping:
         at = self._buffers
         calls = [
             f"{call}_{what}" for call in ("draft", "step", "target") for what in ("ids", "position")
         ]
-        return Loop(
+        return Bookkeeping(
             **{name: getattr(at, name) for name in calls},
             **{name: self._result_address(shape, name) for name in ("drafts", "verdicts", "clock")},
             sequences=at.sequences + first * SEQUENCE.itemsize,
@@ -151,10 +151,10 @@ class Programs(Rounds):
             draft_vocab_size=self.draft.vocab_size if self.draft else 2**31 - 1,
         )
 
-    def _launch_loop(self, name: str, loop: Loop, step: int = 0) -> Action:
-        own = Loop.from_buffer_copy(loop)
+    def _launch_bookkeeping(self, name: str, data: Bookkeeping, step: int = 0) -> Action:
+        own = Bookkeeping.from_buffer_copy(data)
         own.step = step
-        return lambda: self._device.launch_loop(name, own, self._stream)
+        return lambda: self._device.launch_bookkeeping(name, own, self._stream)
 
     def _launch_plan(self, plan: Plan) -> Action:
         return lambda: self._device.launch(plan, self._stream)
@@ -175,11 +175,11 @@ class Programs(Rounds):
     def _first_token_program(self, shape: Shape, slot: int, logits: kernel.Logits) -> list[Action]:
         """The actions after a prefill: draw from p alone, as a round without drafts does."""
         sizes, buffers = self._kernel_arguments(shape, slot)
-        loop = self._loop_arguments(shape, slot)
+        data = self._bookkeeping(shape, slot)
         return [
-            self._launch_loop("outrider_begin", loop),
+            self._launch_bookkeeping("outrider_begin", data),
             self._launch_plan(launch.plan_verify(sizes, logits, None, buffers)),
-            self._launch_loop("outrider_commit", loop),
+            self._launch_bookkeeping("outrider_commit", data),
         ]
 
     def _round_program(self, shape: Shape, graph: object) -> list[Action]:
@@ -187,8 +187,8 @@ class Programs(Rounds):
         memory. graph: see `DeviceEngine.enqueue`."""
         at, batch, gamma = self._buffers, shape.batch, shape.gamma
         sizes, buffers = self._kernel_arguments(shape, 0)
-        loop = self._loop_arguments(shape)
-        actions = [self._launch_loop("outrider_begin", loop)]
+        data = self._bookkeeping(shape)
+        actions = [self._launch_bookkeeping("outrider_begin", data)]
         drafts = None
         if gamma:
             draft = self.draft
@@ -207,7 +207,7 @@ class Programs(Rounds):
                 actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
                 drawn = self._logits_view(draft, logits, row, row)
                 actions.append(self._launch_plan(launch.plan_draw(sizes, drawn, buffers, step)))
-                actions.append(self._launch_loop("outrider_feed", loop, step))
+                actions.append(self._launch_bookkeeping("outrider_feed", data, step))
         row = self.target.row_bytes
         verify = DeviceCall(
             batch, gamma + 1, gamma + 1, at.target_ids, at.target_position, at.counting,
@@ -219,7 +219,7 @@ class Programs(Rounds):
             *actions,
             lambda: self.target.enqueue(verify, graph),
             self._launch_plan(verdicts),
-            self._launch_loop("outrider_commit", loop),
+            self._launch_bookkeeping("outrider_commit", data),
         ]
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 
 from plugins.tools.build import BuildError, build_emulated
-from runtime.gpu.launch import Device, Loop, Plan, Ring
+from runtime.gpu.launch import Bookkeeping, Device, Plan, Ring
 from runtime.sampling import kernel
 
 DEFAULT, STREAM = 0, 0x5EED  # neither waits for the other
 PROGRESS = 0.5  # probability, on each call, that the device has run one more piece of work
 PARAMETERS = {
-    b"outrider_begin": Loop, b"outrider_feed": Loop, b"outrider_commit": Loop,
+    b"outrider_begin": Bookkeeping, b"outrider_feed": Bookkeeping, b"outrider_commit": Bookkeeping,
     b"outrider_again": Ring,
 }  # fmt: skip
 NAMES = {

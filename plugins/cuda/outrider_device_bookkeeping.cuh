@@ -1,7 +1,7 @@
-// A slot's tokens between the calls of the models: see outrider_loop in outrider.h. One thread per
-// slot: there are few, and their work is short compared with the models'.
-#ifndef OUTRIDER_DEVICE_LOOP_CUH
-#define OUTRIDER_DEVICE_LOOP_CUH
+// A slot's tokens between the calls of the models: see outrider_bookkeeping in outrider.h. One thread
+// per slot: there are few, and their work is short compared with the models'.
+#ifndef OUTRIDER_DEVICE_BOOKKEEPING_CUH
+#define OUTRIDER_DEVICE_BOOKKEEPING_CUH
 
 #include "outrider_device_row.cuh"
 
@@ -19,14 +19,14 @@ DEVICE uint64_t global_timer() { // nanoseconds, in steps of up to a microsecond
 }
 #endif
 
-template <class Each> DEVICE void for_each_slot(const outrider_loop& loop, const Each& each) {
-  for (int b = static_cast<int>(threadIdx.x); b < loop.slot_count;
+template <class Each> DEVICE void for_each_slot(const outrider_bookkeeping& data, const Each& each) {
+  for (int b = static_cast<int>(threadIdx.x); b < data.slot_count;
        b += static_cast<int>(blockDim.x))
     each(b);
 }
 
-DEVICE void record_time(const outrider_loop& loop, int i) {
-  if (threadIdx.x == 0) loop.clock[i] = global_timer();
+DEVICE void record_time(const outrider_bookkeeping& data, int i) {
+  if (threadIdx.x == 0) data.clock[i] = global_timer();
 }
 
 DEVICE int min_of(int a, int b) { return a < b ? a : b; }
@@ -36,21 +36,21 @@ DEVICE bool has_turn(const int32_t* turns, const outrider_sequence* sequences, i
 }
 
 // Number of draft tokens: those wanted that can still become output and fit the draft's context.
-DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
+DEVICE int gamma_of(const outrider_bookkeeping& data, const outrider_sequence& sequence, int b) {
   const int left = min_of(sequence.max_length - sequence.length - 1,
                           sequence.draft_max_length - sequence.length);
-  const int gamma = min_of(min_of(loop.turns[b], loop.width), left);
+  const int gamma = min_of(min_of(data.turns[b], data.width), left);
   return gamma > 0 ? gamma : 0;
 }
 
-DEVICE void begin_round(const outrider_loop& loop) {
-  record_time(loop, 0);
-  if (loop.width == 0) record_time(loop, 1);
-  for_each_slot(loop, [&](int b) {
-    const outrider_sequence& sequence = loop.sequences[b];
-    outrider_slot& slot = loop.slots[b];
-    const int length = sequence.length, gamma = gamma_of(loop, sequence, b);
-    slot.gamma = has_turn(loop.turns, loop.sequences, b) ? gamma : -1;
+DEVICE void begin_round(const outrider_bookkeeping& data) {
+  record_time(data, 0);
+  if (data.width == 0) record_time(data, 1);
+  for_each_slot(data, [&](int b) {
+    const outrider_sequence& sequence = data.sequences[b];
+    outrider_slot& slot = data.slots[b];
+    const int length = sequence.length, gamma = gamma_of(data, sequence, b);
+    slot.gamma = has_turn(data.turns, data.sequences, b) ? gamma : -1;
     slot.position = static_cast<uint32_t>(length);
     slot.context_length = slot.context != nullptr ? length : 0;
     const int early = sequence.unsuppressed - length;
@@ -60,30 +60,30 @@ DEVICE void begin_round(const outrider_loop& loop) {
     const int before = length >= 2 && length <= sequence.draft_max_length ? length - 2 : 0;
     const int last = length >= 1 ? length - 1 : 0;
     const int64_t pending = length >= 1 ? sequence.tokens[last] : 0;
-    if (loop.width > 0) {
-      loop.draft_ids[2 * b] = length >= 2 ? sequence.draft_tokens[before] : 0;
-      loop.draft_ids[2 * b + 1] = length >= 2 ? sequence.draft_tokens[before + 1] : 0;
-      loop.draft_position[b] = before;
+    if (data.width > 0) {
+      data.draft_ids[2 * b] = length >= 2 ? sequence.draft_tokens[before] : 0;
+      data.draft_ids[2 * b + 1] = length >= 2 ? sequence.draft_tokens[before + 1] : 0;
+      data.draft_position[b] = before;
     }
-    loop.target_ids[static_cast<int64_t>(b) * (loop.width + 1)] = pending;
-    loop.target_position[b] = last;
+    data.target_ids[static_cast<int64_t>(b) * (data.width + 1)] = pending;
+    data.target_position[b] = last;
   });
 }
 
-DEVICE void feed_draft(const outrider_loop& loop) {
-  for_each_slot(loop, [&](int b) {
-    const bool drew = loop.step < loop.slots[b].gamma;
+DEVICE void feed_draft(const outrider_bookkeeping& data) {
+  for_each_slot(data, [&](int b) {
+    const bool drew = data.step < data.slots[b].gamma;
     // -1 marks a broken row, which the verification reports; the models get 0 instead.
-    const int64_t drawn = drew ? loop.drafts[static_cast<int64_t>(b) * loop.width + loop.step] : 0;
+    const int64_t drawn = drew ? data.drafts[static_cast<int64_t>(b) * data.width + data.step] : 0;
     const int64_t token = drawn < 0 ? 0 : drawn;
-    loop.target_ids[static_cast<int64_t>(b) * (loop.width + 1) + 1 + loop.step] = token;
-    const int64_t position = loop.step == 0 ? loop.draft_position[b] : loop.step_position[b];
+    data.target_ids[static_cast<int64_t>(b) * (data.width + 1) + 1 + data.step] = token;
+    const int64_t position = data.step == 0 ? data.draft_position[b] : data.step_position[b];
     // Past its own gamma, a slot repeats its last draft token, and a slot without drafts gets 0
     // after its last token. These rows are never committed.
-    if (drew || loop.step == 0) loop.step_ids[b] = token;
-    loop.step_position[b] = position + (loop.step == 0 ? 2 : drew ? 1 : 0);
+    if (drew || data.step == 0) data.step_ids[b] = token;
+    data.step_position[b] = position + (data.step == 0 ? 2 : drew ? 1 : 0);
   });
-  if (loop.step == loop.width - 1) record_time(loop, 1);
+  if (data.step == data.width - 1) record_time(data, 1);
 }
 
 DEVICE bool is_end_id(const outrider_sequence& sequence, int64_t token) {
@@ -92,24 +92,24 @@ DEVICE bool is_end_id(const outrider_sequence& sequence, int64_t token) {
   return false;
 }
 
-DEVICE void commit_round(const outrider_loop& loop) {
-  for_each_slot(loop, [&](int b) {
-    outrider_sequence& sequence = loop.sequences[b];
-    const outrider_verdict& verdict = loop.verdicts[b];
-    if (loop.slots[b].gamma < 0) return;
+DEVICE void commit_round(const outrider_bookkeeping& data) {
+  for_each_slot(data, [&](int b) {
+    outrider_sequence& sequence = data.sequences[b];
+    const outrider_verdict& verdict = data.verdicts[b];
+    if (data.slots[b].gamma < 0) return;
     if (verdict.status != OUTRIDER_OK) sequence.ended = 1;
     for (int i = 0; i <= verdict.accepted && sequence.ended == 0; ++i) {
       const int64_t token = i < verdict.accepted
-                                ? loop.drafts[static_cast<int64_t>(b) * loop.width + i]
+                                ? data.drafts[static_cast<int64_t>(b) * data.width + i]
                                 : verdict.token;
       // In this order: if the two are the same array, the target's token must win.
-      sequence.draft_tokens[sequence.length] = token < loop.draft_vocab_size ? token : 0;
+      sequence.draft_tokens[sequence.length] = token < data.draft_vocab_size ? token : 0;
       sequence.tokens[sequence.length] = token;
       sequence.length += 1;
       if (is_end_id(sequence, token) || sequence.length >= sequence.max_length) sequence.ended = 1;
     }
   });
-  record_time(loop, 2);
+  record_time(data, 2);
 }
 
 DEVICE void publish_round(const outrider_ring& ring) {
