@@ -9,6 +9,6 @@
 | `record`, `runs` | the rounds of a text; texts decoded in several ways, and their speedups |
 | `costs` | costs of draft steps and verifications; predictions of Theorem 3.8; bytes read |
 | `fit` | quartiles, ratio estimates, exponents |
-| `table`, `plot`, `command` | output: tables, plots, the command line and its line of JSON |
+| `table`, `command` | output: tables, the command line and its line of JSON |
 | `cache` | cache of things that are built once, such as bundles |
 """

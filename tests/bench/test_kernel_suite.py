@@ -15,8 +15,8 @@ from samplers import open_backend
 from bench.core.fit import ratio_estimates
 from bench.core.table import insert_tables
 from bench.suites.kernel import sigmoid, suite, times
-from bench.suites.kernel.points import points_of
 from bench.suites.kernel.rounds import RULES, Round, random_logits
+from bench.suites.kernel.suite import points_of
 from runtime.files.errors import OutriderError
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.warp import SamplingParams

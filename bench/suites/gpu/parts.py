@@ -65,7 +65,7 @@ def parts(out: Path, architecture: str) -> list[Part]:
     second = [
         *pair_parts("8b+1b", architecture, 210, min_left=300),
         *times_parts("8b+1b", WORK_FOLDER, 270, 165),
-        Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=95),
+        Part("kernel times", [*KERNEL, "--times", full], 180, writes=full, expected=70),
     ]
     third = [
         *pair_parts("bundled", architecture, 120),
