@@ -120,6 +120,13 @@ def find(name: str) -> Checkpoint:
     _check_files(name, path)
     raw_config = read_raw_config(name, path)
     packed = _packed_weights(name, path, raw_config)
+    if packed is None and not any((path / file).is_file() for file in _READ_FIRST):
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has {weight_files(path)[0].name}, but no {_READ_FIRST[0]} and no index of "
+            "several files",
+            "Rename the file if it has the Hugging Face layout, or download that layout.",
+        )
     config = _load_config(name, path)
     if packed:
         del config.quantization_config  # the model is built with plain layers
@@ -262,10 +269,6 @@ def _check_files(name: str, path: Path) -> None:
          "Point MODEL and DRAFT at a folder in the Hugging Face layout."),
         (not weights, f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
          "Download the checkpoint completely."),
-        (weights and not any((path / file).is_file() for file in _READ_FIRST),
-         f"{name} has weights ({weights[0].name if weights else ''}), but no {_READ_FIRST[0]} and "
-         "no index of several files",
-         "Rename the file if it has the Hugging Face layout, or download that layout."),
     ], "checkpoint")  # fmt: skip
     for file in (path / "config.json", *weights, *path.glob("tokenizer*.*")):
         try:

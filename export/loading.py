@@ -254,7 +254,7 @@ def _freeze_rope(model: PreTrainedModel) -> None:
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"
-            rope = getattr(module.config, "rope_parameters", None) or {}
+            rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             if "short_mscale" in rope:  # Phi-3.5 MoE chooses frequencies and scale in each call
                 module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
                 module.rope_init_fn = partial(_constant, (module.inv_freq, rope["short_mscale"]))

@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "weights under another name": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.fp16.safetensors"),
-        "has weights (model.fp16.safetensors), but no model.safetensors and no index",
+        "has model.fp16.safetensors, but no model.safetensors and no index",
     ),
     "an unknown rotation": (
         _config(rope_parameters={"rope_type": "su", "rope_theta": 1e4}),

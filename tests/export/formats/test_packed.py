@@ -196,6 +196,15 @@ def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None
     assert {weight.dim() for weight in kept.parameters() if not isinstance(weight, Table)} == {1, 3}
 
 
+def test_the_name_that_autogptq_gave_its_files(source: Path, tmp_path: Path) -> None:
+    """Fault: refused, as Transformers would not read a file of this name."""
+    packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
+    packed = tmp_path / "packed"
+    dense = packers.write(packed, source, packer, **config)
+    (packed / "model.safetensors").rename(packed / "gptq_model-4bit-32g.safetensors")
+    assert different(loaded(packed), dense) == []
+
+
 def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
     """Control of the tests above."""
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
