@@ -130,9 +130,9 @@ def _parser() -> ArgumentParser:
         "wrong text without an error")
 
     group = parser.add_argument_group(
-        "prompt", "One of --prompt, --prompt-file, --messages, --batch, --chat, --audio is "
-        "required; for encoder-decoders\n--source or --source-file is enough. The value - reads "
-        "standard input. One final newline of a file\nor of standard input is dropped.")
+        "prompt", "One of --prompt, --prompt-file, --messages, --batch, --chat and --audio is "
+        "required;\n--source or --source-file suffices for encoder-decoders. The value - reads "
+        "standard input.\nOne final newline of a file or of standard input is dropped.")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="prompt text")
     add("--prompt-file", metavar="FILE", help="UTF-8 text file with the prompt")
