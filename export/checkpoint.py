@@ -120,7 +120,8 @@ def find(name: str) -> Checkpoint:
     _check_files(name, path)
     raw_config = read_raw_config(name, path)
     packed = _packed_weights(name, path, raw_config)
-    if packed is None and not any((path / file).is_file() for file in _READ_FIRST):
+    named = packed or "transformers_weights" in raw_config
+    if not named and not any((path / file).is_file() for file in _READ_FIRST):
         raise OutriderError(
             "checkpoint",
             f"{name} has {weight_files(path)[0].name}, but no {_READ_FIRST[0]} and no index of "
@@ -197,8 +198,8 @@ def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed
     if quantised is None:
         return None
     method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
-    if isinstance(quantised, dict) and ("load_in_8bit" in quantised or "load_in_4bit" in quantised):
-        method = "bitsandbytes"
+    if method == "None" and ("load_in_8bit" in quantised or "load_in_4bit" in quantised):
+        method = "bitsandbytes"  # before it named itself
     if method not in _READERS:
         raise unsupported(name, f"quantization_config: {method[:40]}")
     try:

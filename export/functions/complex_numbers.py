@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Pair:
+class Complex:
     """A complex tensor of any shape, with the methods that models call."""
 
     real: torch.Tensor
@@ -22,30 +22,30 @@ class Pair:
     def device(self) -> torch.device:
         return self.real.device
 
-    def to(self, *arguments: Any) -> Pair:
-        return Pair(self.real.to(*arguments), self.imag.to(*arguments))
+    def to(self, *arguments: Any) -> Complex:
+        return Complex(self.real.to(*arguments), self.imag.to(*arguments))
 
-    def unsqueeze(self, dim: int) -> Pair:
-        return Pair(self.real.unsqueeze(dim), self.imag.unsqueeze(dim))
+    def unsqueeze(self, dim: int) -> Complex:
+        return Complex(self.real.unsqueeze(dim), self.imag.unsqueeze(dim))
 
-    def __mul__(self, other: Pair | torch.Tensor | float) -> Pair:
-        if not isinstance(other, Pair):
-            return Pair(self.real * other, self.imag * other)
-        return Pair(
+    def __mul__(self, other: Complex | torch.Tensor | float) -> Complex:
+        if not isinstance(other, Complex):
+            return Complex(self.real * other, self.imag * other)
+        return Complex(
             self.real * other.real - self.imag * other.imag,
             self.real * other.imag + self.imag * other.real,
         )
 
 
-def _polar(size: torch.Tensor, angle: torch.Tensor) -> Pair:
-    return Pair(size * angle.cos(), size * angle.sin())
+def _polar(size: torch.Tensor, angle: torch.Tensor) -> Complex:
+    return Complex(size * angle.cos(), size * angle.sin())
 
 
-def _view_as_complex(pairs: torch.Tensor) -> Pair:  # [..., 2]
-    return Pair(*pairs.unbind(-1))
+def _view_as_complex(pairs: torch.Tensor) -> Complex:  # [..., 2]
+    return Complex(*pairs.unbind(-1))
 
 
-def _view_as_real(numbers: Pair) -> torch.Tensor:
+def _view_as_real(numbers: Complex) -> torch.Tensor:
     return torch.stack([numbers.real, numbers.imag], -1)
 
 

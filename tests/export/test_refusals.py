@@ -349,6 +349,13 @@ def test_checkpoints_that_are_refused(copy: Path, refused: Refused, what: str) -
     assert words in refused(copy, kind=kind)
 
 
+def test_weights_that_the_config_names(copy: Path) -> None:
+    """Fault: refused, as no file had the usual name."""
+    (copy / "model.safetensors").rename(copy / "own.safetensors")
+    _config(transformers_weights="own.safetensors")(copy)
+    loading.load(find(str(copy)), torch.float32)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
