@@ -125,7 +125,9 @@ def _without_later_layers(checkpoint: Checkpoint, names: list[str]) -> list[str]
     """The names that do not belong to the layers that follow the decoder's, if the checkpoint has
     such: they predict further tokens, and Transformers does not use them."""
     text = checkpoint.text_config
-    count = getattr(text, "num_nextn_predict_layers", None) or 0
+    count = getattr(text, "num_nextn_predict_layers", None)
+    if type(count) is not int or not names:
+        return names
     first = getattr(text, "num_hidden_layers", 0)
     later = tuple(f".layers.{i}." for i in range(first, first + count))
     found = [name for name in names if any(layer in name for layer in later)]

@@ -20,6 +20,7 @@ from .files.errors import (
     PATH,
     OutriderError,
     check_value,
+    own_number,
     refuse_first,
     shown_value,
 )
@@ -103,7 +104,8 @@ def load(
             gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
             plain_width=plain_width,
         )  # fmt: skip
-        slots, threads = check_slots(loaded, slots, gpu=gpu), int(threads)
+        slots = check_slots(loaded, slots, gpu=gpu)
+        threads, plain_width = own_number(threads), own_number(plain_width)
         tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
         # A GPU's libraries choose kernels by width, which has not been measured.

@@ -217,7 +217,7 @@ def _check_options(width: int, draft_width: int | None, gamma: int, length_penal
         check_value(name, value, INTEGER, legal.__contains__, f"from {minimum} to {maximum}")
 
     check("beams", width, 1, MAX_BEAMS)
-    draft_width = 2 * width if draft_width is None else draft_width
+    draft_width = 2 * int(width) if draft_width is None else draft_width
     check("draft_beams", draft_width, width, 2 * MAX_BEAMS)
     check("gamma", gamma, 0, GAMMA_LIMIT)  # outside of beam search it may also be "auto"
     # Bounded, so that length ** penalty is finite and not 0.

@@ -12,6 +12,7 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
+from threading import current_thread, main_thread
 from typing import Any, NoReturn, TextIO
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is also argparse's own (a
@@ -183,9 +184,12 @@ def attribute_errors_to(what: str) -> Iterator[None]:
     is to blame."""
     try:
         yield
-    except (OutriderError, KeyboardInterrupt, Terminated):
+    except OutriderError:
         raise
-    except BaseException as error:  # also SystemExit: the thread may be another request's
+    except (Exception, SystemExit) as error:
+        # An exit in a thread may be another request's; in the main one, a signal handler's.
+        if isinstance(error, SystemExit) and current_thread() is main_thread():
+            raise
         cause = f"{what} raised {type(error).__name__}: {first_line(error)}"
         raise OutriderError("option", cause, "Fix it, or leave that option out.") from error
 

@@ -251,6 +251,8 @@ class SharedGamma:
     ) -> float:
         """Choose the texts that draft: those that the draft has read, and those that it can read
         within the budget and before a round with this gamma. Returns the rest of the budget."""
+        for text in texts:
+            text.is_drafting = True
         least = self._excess(costs, texts, gamma)
         for text in sorted(texts, key=lambda text: text.unread_tokens):
             needed = costs.catch_up(text.unread_tokens)

@@ -117,7 +117,7 @@ class Options:
         own = {name: own_number(value) for name, value in vars(self).items()}
         if self.seed is None:
             own["seed"] = int.from_bytes(os.urandom(4))
-        return Options(**own)
+        return replace(self, **own)
 
     def updated(self, given: Mapping[str, Any]) -> Options:
         """A copy with the fields of a JSON object, whose keys are strings. Raises OutriderError
