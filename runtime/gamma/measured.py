@@ -251,7 +251,7 @@ class SharedGamma:
     ) -> float:
         """Choose the texts that draft: those that the draft has read, and those that it can read
         within the budget and before a round with this gamma. Returns the rest of the budget."""
-        for text in texts:
+        for text in texts:  # anew: if an earlier call left all behind, no text would have a width
             text.is_drafting = True
         least = self._excess(costs, texts, gamma)
         for text in sorted(texts, key=lambda text: text.unread_tokens):
