@@ -90,6 +90,19 @@ def test_texts_that_would_take_long_to_read_are_left_behind() -> None:
     assert drafting([78, 78, 400]) == [True, False, False], "with enough left for a round"
 
 
+def test_a_text_left_behind_while_a_batch_size_is_timed_is_judged_anew() -> None:
+    """By the batch size's own costs: the text can be read, but no round with a draft can follow.
+    Without the draft's step in the comparison, the text would be read for nothing."""
+    costs = timed(1, cost=0.3)
+    costs.observe_catch_up(1, 50, 5 * STEP)  # too dear, by the costs of the nearest batch size
+    for _ in range(2):
+        costs.observe(2, 0, 0.0, STEP)
+    texts = [MeasuredPolicy(SharedGamma(costs))]
+    texts[0].unread_tokens, texts[0].loss = 50, 1.5
+    choose_together(texts, 2)
+    assert (texts[0].next(), texts[0].is_drafting) == (0, False)
+
+
 def test_a_draft_that_reads_no_text_has_nothing_to_catch_up_with() -> None:
     for reads_model in (True, False):
         shared = SharedGamma(Costs(MAX_GAMMA, reads_model))
