@@ -123,16 +123,19 @@ def read_weights(
 
 def _without_later_layers(checkpoint: Checkpoint, names: list[str]) -> list[str]:
     """The names that do not belong to the layers that follow the decoder's, if the checkpoint has
-    such: they predict further tokens, and Transformers does not use them."""
+    such: they predict further tokens, and Transformers does not use them. Such a layer has a norm
+    for the embedding of the token before (`enorm`), which a layer of the decoder lacks."""
     text = checkpoint.text_config
     count = getattr(text, "num_nextn_predict_layers", None)
     if type(count) is not int or not names:
         return names
     first = getattr(text, "num_hidden_layers", 0)
-    later = tuple(f".layers.{i}." for i in range(first, first + count))
+    layers = [f".layers.{i}." for i in range(first, first + count)]
+    later = [layer for layer in layers if any(f"{layer}enorm." in name for name in names)]
     found = [name for name in names if any(layer in name for layer in later)]
     if found:
-        note(f"{checkpoint.source}: its {count} layers that predict further tokens are left out")
+        what = f"layers that predict further tokens are left out: {len(later)}"
+        note(f"{checkpoint.source}: {what}")
     return [name for name in names if name not in found]
 
 

@@ -145,7 +145,7 @@ def _check_tokens(checkpoint: Checkpoint, field: str, ids: list[Any]) -> None:
     if invalid := [i for i in ids if type(i) is not int or not 0 <= i < width]:
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has {field} {repr(invalid[0])[:40]}, but only {width} tokens",
+            f"{checkpoint.source} has {field} {repr(invalid[0])[:40]}, none of its {width} tokens",
             f"Correct {field} in generation_config.json or config.json.",
         )
 

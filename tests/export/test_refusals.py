@@ -277,6 +277,13 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _all(_config(num_nextn_predict_layers=1), _more("model.layers.1.enorm.weight", 64)),
         "(model.layers.1.enorm.weight first)",
     ),
+    "a layer that only claims to be for further tokens": (
+        _all(
+            _config(num_nextn_predict_layers=1),
+            _more("model.layers.2.mlp.up_proj.weight", 96, 64),
+        ),
+        "(model.layers.2.mlp.up_proj.weight first)",
+    ),
     "weights under another name": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.fp16.safetensors"),
         "has model.fp16.safetensors, but no model.safetensors and no index",
@@ -313,7 +320,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     # Nonsense
     "an end beyond the vocabulary": (
         _json("generation_config.json", eos_token_id=[0, VOCAB_SIZE]),
-        f"eos_token_id {VOCAB_SIZE}, but only {VOCAB_SIZE} tokens",
+        f"eos_token_id {VOCAB_SIZE}, none of its {VOCAB_SIZE} tokens",
     ),
     "a negative end": (_json("generation_config.json", eos_token_id=-1), "eos_token_id -1"),
     "architectures, a number": (_config(architectures=-1), "architectures = -1"),
@@ -363,7 +370,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
     Transformers knows. As in GigaChat 3; DeepSeek V3 has one after layer 60."""
     _all(_config(num_nextn_predict_layers=1), _more("model.layers.2.enorm.weight", 64))(copy)
     loading.load(find(str(copy)), torch.float32)
-    assert "its 1 layers that predict further tokens are left out" in capsys.readouterr().err
+    assert "layers that predict further tokens are left out: 1" in capsys.readouterr().err
 
 
 def test_a_marian_with_sentencepiece_files(
