@@ -20,7 +20,6 @@ from .files.errors import (
     PATH,
     OutriderError,
     check_value,
-    own_number,
     refuse_first,
     shown_value,
 )
@@ -100,12 +99,11 @@ def load(
         ordinal = choose_device(loaded, folder, device)
         gpu = ordinal is not None
         check_bundle(manifest, folder, gpu=gpu)
-        check_options(
+        threads, plain_width = check_options(
             gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
             plain_width=plain_width,
         )  # fmt: skip
         slots = check_slots(loaded, slots, gpu=gpu)
-        threads, plain_width = own_number(threads), own_number(plain_width)
         tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
         # A GPU's libraries choose kernels by width, which has not been measured.
@@ -248,9 +246,9 @@ def max_threads() -> int:
 
 def check_options(
     *, gpu: bool, graphs: bool, loop: bool, files: object, threads: int, plain_width: int | None
-) -> None:
-    """Refuse options that the device does not support. files: the table or corpus, if one is given.
-    Raises OutriderError "option"."""
+) -> tuple[int, int | None]:
+    """`threads` and `plain_width` as Python's own numbers. Refuses options that the device does not
+    support. files: the table or corpus, if one is given. Raises OutriderError "option"."""
     refuse_first([
         (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
          "Leave it out, or use a bundle for a GPU with graphs enabled."),
@@ -263,10 +261,13 @@ def check_options(
         (plain_width is not None and gpu, f"plain_width={plain_width} applies only to the CPU",
          "Leave it out."),
     ])  # fmt: skip
-    check_value("threads", threads, INTEGER, lambda x: 0 <= x <= max_threads(),
-                f"from 0 (automatic) to {max_threads()}")  # fmt: skip
+    threads = check_value("threads", threads, INTEGER, lambda x: 0 <= x <= max_threads(),
+                          f"from 0 (automatic) to {max_threads()}")  # fmt: skip
     if plain_width is not None:
-        check_value("plain_width", plain_width, INTEGER, lambda x: x in (1, 2), "1 or 2")
+        plain_width = check_value(
+            "plain_width", plain_width, INTEGER, lambda x: x in (1, 2), "1 or 2"
+        )
+    return threads, plain_width
 
 
 def check_slots(manifest: Manifest, slots: int | None, *, gpu: bool) -> int:
@@ -275,9 +276,8 @@ def check_slots(manifest: Manifest, slots: int | None, *, gpu: bool) -> int:
 
     On a GPU `gpu.opening` checks them against its memory. Raises OutriderError "option", "memory".
     """
-    slots = manifest.slots if slots is None else slots
-    check_value("slots", slots, INTEGER, lambda x: x >= 1, "1 or more")
-    slots = int(slots)  # a NumPy integer may overflow
+    wanted = manifest.slots if slots is None else slots
+    slots = int(check_value("slots", wanted, INTEGER, lambda x: x >= 1, "1 or more"))
     pair = manifest.pair
     need = sum(facts.cache_bytes(slots, FIRST_ROWS) for _, facts in pair.models())
     need += pair.logits_bytes(slots, gpu=False)

@@ -118,7 +118,9 @@ def beam_search(
     """
     start = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
-    draft_width = _check_options(width, draft_width, gamma, length_penalty)
+    width, draft_width, gamma, length_penalty = _check_options(
+        width, draft_width, gamma, length_penalty
+    )
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target", source)
     drafter = None
@@ -209,18 +211,22 @@ def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
     return [one.tokens for one in beam if not one.finished]
 
 
-def _check_options(width: int, draft_width: int | None, gamma: int, length_penalty: float) -> int:
-    """The width of the draft's beam."""
+def _check_options(
+    width: int, draft_width: int | None, gamma: int, length_penalty: float
+) -> tuple[int, int, int, float]:
+    """The same options, with the default width of the draft's beam."""
 
-    def check(name: str, value: object, minimum: int, maximum: int) -> None:
-        legal = range(minimum, maximum + 1)
-        check_value(name, value, INTEGER, legal.__contains__, f"from {minimum} to {maximum}")
+    def check(name: str, value: object, minimum: int, maximum: int) -> int:
+        legal = range(minimum, maximum + 1).__contains__
+        return int(check_value(name, value, INTEGER, legal, f"from {minimum} to {maximum}"))
 
-    check("beams", width, 1, MAX_BEAMS)
-    draft_width = 2 * int(width) if draft_width is None else draft_width
-    check("draft_beams", draft_width, width, 2 * MAX_BEAMS)
-    check("gamma", gamma, 0, GAMMA_LIMIT)  # outside of beam search it may also be "auto"
-    # Bounded, so that length ** penalty is finite and not 0.
-    check_value("length_penalty", length_penalty, NUMBER, lambda x: abs(x) <= 10,
-                "from -10 to 10; 0 ranks by the score alone")  # fmt: skip
-    return draft_width
+    width = check("beams", width, 1, MAX_BEAMS)
+    draft_width = 2 * width if draft_width is None else draft_width
+    return (
+        width,
+        check("draft_beams", draft_width, width, 2 * MAX_BEAMS),
+        check("gamma", gamma, 0, GAMMA_LIMIT),  # outside of beam search it may also be "auto"
+        # Bounded, so that length ** penalty is finite and not 0.
+        check_value("length_penalty", length_penalty, NUMBER, lambda x: abs(x) <= 10,
+                    "from -10 to 10; 0 ranks by the score alone"),
+    )  # fmt: skip

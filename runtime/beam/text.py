@@ -95,7 +95,7 @@ def beam_texts(
         ids = request.prompt
         result = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
-            max_new_tokens=max_new_tokens, max_len=decoder.max_len,
+            max_new_tokens=request.max_new_tokens, max_len=decoder.max_len,
             eos_token_ids=() if ignore_eos else request.eos_token_ids,
             length_penalty=length_penalty, draft_max_len=decoder.draft_max_len,
             vocab_size=decoder.vocab_size, source=request.source,

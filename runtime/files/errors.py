@@ -107,16 +107,17 @@ def shown_value(value: object) -> str:
 
 def check_value(
     name: str, value: object, kind: Kind, fits: Callable[[Any], bool] | None = None, legal: str = ""
-) -> None:
-    """Raise OutriderError "option" for a value of another kind, or a number out of range.
+) -> Any:
+    """The value of an option, a number as Python's own. Raises OutriderError "option" for a value
+    of another kind, or a number out of range.
 
     fits: whether it is in the range, None if there is none. legal: what the range is.
     """
     is_kind, noun = kind
-    if is_kind(value) and (fits is None or fits(value)):
-        return
+    if (right := is_kind(value)) and (fits is None or fits(own_number(value))):
+        return own_number(value)
     shown = f"{name}={shown_value(value)}"
-    if is_kind(value):
+    if right:
         raise OutriderError("option", f"{shown} is out of range", f"{name} must be {legal}.")
     cause = f"{shown} ({type(value).__name__}) is not {noun}"
     raise OutriderError("option", cause, f"Give {noun}, or leave {name} out.")

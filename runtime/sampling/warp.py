@@ -24,7 +24,6 @@ from ..files.errors import (
     is_number,
     is_whole,
     one_of,
-    own_number,
     refuse_first,
 )
 from .distribution import Distribution, FloatRow
@@ -72,8 +71,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
-            object.__setattr__(self, name, own_number(getattr(self, name)))
-            check_value(name, getattr(self, name), *rule)
+            object.__setattr__(self, name, check_value(name, getattr(self, name), *rule))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         refuse_first([
             (self.lenience != 1 and self.verify != "token",

@@ -13,12 +13,13 @@ DEFAULT_QUEUE, DEFAULT_TIMEOUT = 64, 600.0  # default number of callers that may
 GRACE = 1.0  # seconds without a change before a thread is considered to wait for itself
 
 
-def check_queue_options(queue: int, timeout: float | None) -> None:
-    """Validate the arguments of a `SlotQueue`. Raises OutriderError "option"."""
-    check_value("queue", queue, INTEGER, lambda x: x >= 0, "0 or more callers")
+def check_queue_options(queue: int, timeout: float | None) -> tuple[int, float | None]:
+    """The arguments of a `SlotQueue`, as Python's own numbers. Raises OutriderError "option"."""
+    queue = check_value("queue", queue, INTEGER, lambda x: x >= 0, "0 or more callers")
     if timeout is not None:
-        check_value("timeout", timeout, NUMBER, lambda x: x >= 0,
-                    "0 or more seconds, or None to wait without limit")  # fmt: skip
+        timeout = check_value("timeout", timeout, NUMBER, lambda x: x >= 0,
+                              "0 or more seconds, or None to wait without limit")  # fmt: skip
+    return queue, timeout
 
 
 class Caller:
@@ -54,8 +55,8 @@ class SlotQueue:
     def __init__(
         self, slots: int, queue: int = DEFAULT_QUEUE, timeout: float | None = DEFAULT_TIMEOUT
     ):
-        check_queue_options(queue, timeout)
-        self._slots, self._queue, self._timeout = slots, queue, timeout
+        self._slots = slots
+        self._queue, self._timeout = check_queue_options(queue, timeout)
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
         self._dropped: deque[Caller] = deque()

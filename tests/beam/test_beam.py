@@ -285,6 +285,7 @@ def test_a_pool_gives_the_logits_of_any_trees_on_any_number_of_slots() -> None:
             ("draft_width", 2),
             ("gamma", "auto"), ("gamma", -1),  # "auto" was a TypeError
             ("length_penalty", math.nan), ("length_penalty", 11), ("length_penalty", "1"),
+            ("length_penalty", np.int8(-128)),  # its abs is -128
         )),
         # Engines that cannot copy rows, like those of a GPU:
         ({"target": FakeEngine(random_model(0, V), vocab_size=V)}, "option: .* CPU"),
