@@ -24,6 +24,7 @@ class Answer:
         if self.chat:
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = {"id": uuid4().hex, "object": kind, "created": int(time.time())}
+        self.begun: set[int] = set()  # indices of the choices that have a part
         self.results: list[Result] = []
 
     def whole(self, parts: Iterable[Part]) -> dict[str, Any]:
@@ -54,8 +55,10 @@ class Answer:
             finish_reason = "length" if result.finish_reason in ("length", "context") else "stop"
         choice = {"index": index, "finish_reason": finish_reason, "logprobs": None}
         if self.chat:
-            message = {"role": "assistant", "content": text}
-            choice["delta" if self.body.stream else "message"] = message
+            # Only a choice's first part has the role: clients concatenate the strings of a stream.
+            role = {} if index in self.begun else {"role": "assistant"}
+            choice["delta" if self.body.stream else "message"] = role | {"content": text}
+            self.begun.add(index)
         else:
             choice["text"] = text
         if tokens:

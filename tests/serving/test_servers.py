@@ -224,7 +224,10 @@ def test_a_conversation(client: openai.OpenAI, engine: outrider.TextEngine) -> N
             parts = chat(
                 model="demo", messages=messages, stream=True, **{name: 32}, **seeded, **more
             )
-            assert "".join(p.choices[0].delta.content for p in parts) == expected.text
+            deltas = [part.choices[0].delta for part in parts]
+            assert "".join(delta.content for delta in deltas) == expected.text
+            # More than once, and OpenAI's own accumulator makes it "assistantassistant".
+            assert [d.role for d in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     # Without a maximum length, generation may continue to the end of the context.
     stop = {"stop": ["def"], "extra_body": {"ignore_eos": True}}
     answer = chat(model="demo", messages=messages, **seeded, **stop)
