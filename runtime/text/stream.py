@@ -6,7 +6,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from ..files.errors import PER_REQUEST_KINDS, OutriderError
@@ -166,8 +165,8 @@ class Batch(RunningRequests[tuple[int, Result]]):
 
     def _start_next(self) -> None:
         """Start the next prompt in the slot that has been taken for it."""
-        with ExitStack() as cleanup:
-            cleanup.callback(self._engine.slot_queue.release, self._caller)
+        sequence: ActiveSequence | None = None
+        try:
             if (item := next(self._prompts, None)) is None:
                 self._all_read = True
                 return
@@ -177,15 +176,17 @@ class Batch(RunningRequests[tuple[int, Result]]):
                 prompt, options = given
             try:
                 request, transcript = make_request(self._engine, prompt, options)
-                sequence = self._engine.enter(request)
+                # One statement, so that an interrupt loses no slot.
+                self._sequences[sequence := self._engine.enter(request)] = (number, transcript)
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:
                     raise
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
                 self._finished.append((number, result))
                 return
-            cleanup.pop_all()
-        self._sequences[sequence] = (number, transcript)
+        finally:
+            if sequence is None:
+                self._engine.slot_queue.release(self._caller)
         self._collect_result(sequence)
 
     def _collect_result(self, sequence: ActiveSequence) -> None:

@@ -9,8 +9,9 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from runtime.files.errors import attribute_errors_to
 from runtime.sampling.processors import Ids
 from runtime.sequence import ActiveSequence
 from runtime.text import shared_rounds
-from runtime.text.stream import Stream
+from runtime.text.stream import Batch, Stream
 
 MODEL = random_model(1, never=[EOS])
 
@@ -189,6 +190,42 @@ def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
         engine.generate("abc")
     assert engine.generate("abc").text == text
     assert engine.decoder.slots.free == engine.slot_queue.free == 1
+
+
+def test_an_interrupt_leaves_no_slot_to_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each line of `Batch._start_next` in turn. Fault: a slot was lost if the interrupt came
+    after a text had taken it and before the batch had recorded that."""
+    engine = make_text_engine(tmp_path, MODEL)
+    start, lines = Batch._start_next, 0
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code is not start.__code__:
+            return None
+        lines += event == "line"
+        if lines == at:
+            raise KeyboardInterrupt
+        return interrupt
+
+    def traced(batch: Batch) -> None:
+        monkeypatch.setattr(Batch, "_start_next", start)  # the first prompt only
+        sys.settrace(interrupt)
+        try:
+            start(batch)
+        finally:
+            sys.settrace(None)
+
+    for at in range(1, 100):
+        lines = 0
+        monkeypatch.setattr(Batch, "_start_next", traced)
+        with suppress(KeyboardInterrupt):
+            list(engine.batch(["abc"]))
+        assert engine.decoder.slots.free == engine.slot_queue.free == 1, at
+        if lines < at:
+            break
+    assert at > 5
 
 
 @contextmanager
