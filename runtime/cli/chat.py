@@ -18,7 +18,7 @@ def converse(session: Session) -> None:
     """Read a line and stream the answer, repeatedly until standard input ends.
 
     The part of an interrupted answer that was generated stays in the conversation; a refused
-    message does not.
+    message does not. Raises OutriderError "disk" if an answer cannot be written.
     """
     engine, args, err = session.engine, session.args, session.err
     if engine.tokenizer.chat_template is None and engine.manifest.pair.start_ids is None:
@@ -39,6 +39,8 @@ def converse(session: Session) -> None:
             try:
                 messages.append({"role": "assistant", "content": _answer(session, messages)})
             except OutriderError as error:
+                if error.kind == "disk":
+                    raise
                 messages.pop()
                 err.line(f"error: {error}")
 

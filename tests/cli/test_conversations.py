@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import fakes
 import pytest
 from commands import Cli
 from fakes import make_text_engine, script
 
-from runtime.files.errors import Terminated
+from runtime.files.errors import EXIT_STATUS, Terminated
 
 
 def test_a_conversation(chat_cli):
@@ -41,6 +44,16 @@ def test_a_message_that_is_refused_is_not_said(chat_cli):
     assert (status, out) == (0, "yes, i do.\n")
     assert err.startswith("error: prompt: the prompt has ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_conversation(chat_cli):
+    """Fault: the answers after the first were lost without an error, and the status was 0."""
+    with open("/dev/full", "w") as full, chat_cli.monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        status, _, err = chat_cli("--chat", "--stats", "none", stdin="do you\nreally\n")
+    assert status == EXIT_STATUS["disk"]
+    assert err.startswith("error: disk: cannot write to stdout: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, Terminated])
