@@ -88,12 +88,20 @@ def with_logprobs(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]
 
 
 def _completion_logprobs(tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    tops = [{t["token"]: t["logprob"] for t in (token, *token["top_logprobs"])} for token in tokens]
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": tops,
+        "top_logprobs": [_by_text((token, *token["top_logprobs"])) for token in tokens],
     }
+
+
+def _by_text(tokens: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """The log-probabilities by text: that of the first token, if several have the same text, as
+    those of single bytes have."""
+    found: dict[str, float] = {}
+    for token in tokens:
+        found.setdefault(token["token"], token["logprob"])
+    return found
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -262,6 +262,13 @@ def test_choices_and_log_probabilities(client: openai.OpenAI, engine: outrider.T
     assert answer.usage.completion_tokens == 32
     assert answer.usage.prompt_tokens == sum(r.stats.prompt_tokens for r in locally[::2])
 
+    # Parts of characters all have the text U+FFFD; under it was the least probable alternative.
+    emoji = {"model": "demo", "prompt": "\N{GRINNING FACE}" * 4, "max_tokens": 4, "temperature": 0}
+    logprobs = client.completions.create(logprobs=5, **emoji).choices[0].logprobs
+    assert "\N{REPLACEMENT CHARACTER}" in logprobs.tokens
+    tops = zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+    assert [top[token] for token, top in tops] == logprobs.token_logprobs
+
     last = {"model": "demo", "prompt": "x", "max_tokens": 8, "seed": 2**64 - 1}
     _, after = client.completions.create(n=2, **last).choices  # there is no seed 2**64
     first = engine.generate("x", chat=False, max_new_tokens=8, temperature=1, seed=0)
