@@ -25,15 +25,15 @@ def check_queue_options(queue: int, timeout: float | None) -> tuple[int, float |
 class Caller:
     """One that waits for slots and holds them, such as a stream.
 
-    threads: those that have used it. uses: how often they have.
+    threads: those that have used it. uses: how often they have. served: whether it has had a slot.
     """
 
-    __slots__ = ("cancelled", "threads", "uses")
+    __slots__ = ("cancelled", "served", "threads", "uses")
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self.uses = 0
-        self.cancelled = False
+        self.cancelled = self.served = False
 
     def record_use(self) -> None:
         """Record that the calling thread uses it."""
@@ -76,15 +76,16 @@ class SlotQueue:
     def acquire(self, caller: Caller, slots: int = 1) -> None:
         """Take `slots` more slots, after all earlier callers have theirs.
 
-        Raises OutriderError "busy" if the queue is full, if the slots are held by threads that are
-        waiting themselves, or after the timeout; "bundle" once the queue is closed. Raises
-        `Cancelled` if `cancel` is called first.
+        A caller that has had a slot, such as a batch between two of its texts, may wait even in a
+        full queue. Raises OutriderError "busy" if the queue is full, if the slots are held by
+        threads that are waiting themselves, or after the timeout; "bundle" once the queue is
+        closed. Raises `Cancelled` if `cancel` is called first.
         """
         caller.record_use()
         with self._lock:
             if not self._waiting and self._try_grant(caller, slots):
                 return
-            if len(self._waiting) >= self._queue:
+            if len(self._waiting) >= self._queue and not caller.served:
                 many = f", and {self._queue} callers are already waiting" if self._queue else ""
                 raise self._busy_error(slots, many, "Try again later")
             self._wait(caller, slots)
@@ -162,6 +163,7 @@ class SlotQueue:
         if self.free < slots:
             return False
         self._held[caller] = self._held.get(caller, 0) + slots
+        caller.served = True
         return True
 
     def _check_usable(self, caller: Caller) -> None:

@@ -23,12 +23,17 @@ class Waiters:
         self._pool = pool
 
     def join(
-        self, queue: SlotQueue, name: str, slots: int = 1, holds: Caller | None = None
+        self,
+        queue: SlotQueue,
+        name: str,
+        slots: int = 1,
+        holds: Caller | None = None,
+        caller: Caller | None = None,
     ) -> tuple[Caller, Future[None]]:
         """Join the queue in a thread, and return once that thread waits or has its slots.
 
-        holds: a caller whose slots the thread holds already."""
-        caller = Caller()
+        holds: a caller whose slots the thread holds already. caller: a new one if None."""
+        caller = caller or Caller()
 
         def acquire() -> None:
             if holds is not None:
@@ -162,6 +167,23 @@ def test_a_full_queue(waiters: Waiters) -> None:
     queue.release(held, 2)
     future.result(30)
     queue.release(waiting)
+
+
+def test_a_full_queue_stops_no_batch_that_has_begun(waiters: Waiters) -> None:
+    """Fault: a batch was refused between two of its texts, and the rest of it was lost."""
+    queue, batch = SlotQueue(1, queue=1), Caller()
+    queue.acquire(batch)
+    waiting, future = waiters.join(queue, "a")
+    queue.release(batch)
+    future.result(30)
+    other, last = waiters.join(queue, "b")
+    _, again = waiters.join(queue, "batch", caller=batch)
+    assert not again.done()
+    queue.release(waiting)
+    last.result(30)
+    queue.release(other)
+    again.result(30)
+    assert waiters.served == ["a", "b", "batch"]
 
 
 @pytest.mark.usefixtures("short_grace")
