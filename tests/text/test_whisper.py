@@ -135,6 +135,19 @@ def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> N
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("suppressed", "mark"), [([7, 20, 21], 20), ([7, 20], 7), ([7], None), (None, None)]
+)
+def test_an_old_checkpoint_does_not_name_what_precedes_context(
+    workshop: Workshop, suppressed: list[int] | None, mark: int | None
+) -> None:
+    """Fault: context had no token before it. Transformers takes the last token but one that the
+    checkpoint suppresses."""
+    old = {"prev_sot_token_id": None, "suppress_tokens": suppressed}
+    facts = vocabulary.audio_facts(find(str(workshop.checkpoint("whisper", generation=old))))
+    assert facts is not None and facts.prev_sot_token_id == mark
+
+
 def start_of(checkpoint: Path) -> tuple[list[int] | None, bool]:
     found = find(str(checkpoint))
     facts = vocabulary.audio_facts(found)
