@@ -40,9 +40,10 @@ def add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("audio", "Only with --audio and a Whisper bundle.")
     add = group.add_argument
     add("--language", metavar="NAME",
-        help="language spoken, such as en or English (default: detected in the first window)")
+        help="language spoken, such as en or English (default: the checkpoint's, else detected in "
+        "the first window)")
     add("--task", choices=("transcribe", "translate"),
-        help="transcribe, or translate into English (default: transcribe)")
+        help="transcribe, or translate into English (default: the checkpoint's, else transcribe)")
     add("--timestamps", action="store_true", default=None,
         help="print the times of each segment; srt and vtt always have them, and recordings over "
         "30 s are always divided into segments")

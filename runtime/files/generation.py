@@ -39,7 +39,7 @@ class AudioFacts:
     max_length: most tokens of a text, without its prompt. language_detected: whether a request
     without a prompt detects the language, which becomes the second token of the prompt
     (`Pair.start_ids` has an arbitrary one there). language_names: codes by the names that
-    Transformers accepts for them, in lower case.
+    Transformers accepts for them, in lower case. language, task: defaults of the checkpoint.
     """
 
     decoder_start_token_id: TokenId
@@ -54,6 +54,8 @@ class AudioFacts:
     prev_sot_token_id: TokenId | None = None
     max_initial_timestamp_index: Annotated[int, between(0, 1 << 16)] | None = None
     language_names: dict[str, str] | None = None
+    language: str | None = None
+    task: str | None = None
 
     def tokens(self) -> Iterator[int]:
         """All token ids in these fields."""

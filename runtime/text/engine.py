@@ -139,7 +139,7 @@ class TextEngine:
         audio: Audio,
         *,
         language: str | None = None,
-        task: str = "transcribe",
+        task: str | None = None,
         timestamps: bool = False,
         heard: WindowCallback | None = None,
         **options: Any,
@@ -147,9 +147,11 @@ class TextEngine:
         """Transcribe a recording of any length with a Whisper model.
 
         audio: a file of any sampling rate and number of channels, or float samples [n] at the
-        model's rate. heard: called after each window. options: fields of `SpeechOptions`, the
-        sampling and drafting fields of `Options`, and max_new_tokens, per window. Raises what
-        `generate` raises, and "prompt" for audio that cannot be read.
+        model's rate. language, task: None for those of the checkpoint's generation config, which
+        are usually a language detected in the first window, and "transcribe". heard: called after
+        each window. options: fields of `SpeechOptions`, the sampling and drafting fields of
+        `Options`, and max_new_tokens, per window. Raises what `generate` raises, and "prompt" for
+        audio that cannot be read.
         """
         options |= {"language": language, "task": task, "timestamps": timestamps}
         return transcribe(self, audio, heard, **options)

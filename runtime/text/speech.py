@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from ..audio.mel import LogMel, MelFrames
 from ..audio.recording import Audio, Recording
-from ..audio.transcription import Segment, SpeechOptions, Transcriber
+from ..audio.transcription import Segment, SpeechOptions, Transcriber, languages
 from ..audio.windows import Windows
 from ..backends.engine import Logits
 from ..calls import prefill
 from ..files.errors import OutriderError, refuse_first
+from ..files.generation import AudioFacts
 from ..sampling.processors import LogitsProcessor
 from ..sequence import Token
 from ..stats import Stats
@@ -51,6 +52,20 @@ class Transcription:
     stats: Stats
 
 
+def language_and_task(
+    given: Mapping[str, Any], facts: AudioFacts, start_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Language and task as in Transformers: those that are given, else the checkpoint's. Tokens
+    that it forces count only if neither is named."""
+    own = {"language": facts.language, "task": facts.task}
+    named: dict[str, Any] = {n: own[n] if given.get(n) is None else given[n] for n in own}
+    if named == {"language": None, "task": None}:
+        codes = {} if facts.language_detected else languages(facts)
+        for name, tokens in (("language", codes), ("task", facts.task_to_id)):
+            named[name] = next((key for key, token in tokens.items() if token in start_ids), None)
+    return {**named, "task": named["task"] or "transcribe"}
+
+
 def transcribe(
     engine: TextEngine,
     audio: Audio,
@@ -72,7 +87,8 @@ def transcribe(
     names = {field.name for field in fields(SpeechOptions)}
     if unknown := unknown_option(options, names):
         raise TypeError(". ".join(unknown))
-    speech = SpeechOptions(**{name: options.pop(name) for name in names & options.keys()})
+    given = {name: options.pop(name) for name in names & options.keys()}
+    speech = SpeechOptions(**given | language_and_task(given, facts, pair.start_ids or ()))
     speech.check(facts)
     max_window_tokens = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
     base_options = Options(**options, max_new_tokens=max_window_tokens).seeded()

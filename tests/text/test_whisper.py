@@ -31,13 +31,16 @@ from transformers import WhisperForConditionalGeneration
 from workshop import MAX_LEN, Workshop
 
 from export import vocabulary
-from export.checkpoint import find
+from export.audio.tokens import initial_tokens
+from export.checkpoint import find, generation_config
+from runtime.audio.transcription import language_code, languages
 from runtime.beam.text import beam_texts
 from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts, TextRules
 from runtime.files.manifest import read_bundle
 from runtime.text.options import Options
 from runtime.text.requests import text_rules
+from runtime.text.speech import language_and_task
 
 SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]
 START, LANGUAGES, NO_TIMESTAMPS = 240, (242, 245), 250
@@ -133,6 +136,34 @@ def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> N
     assert start_of(workshop.checkpoint("whisper", generation=chosen)) == (
         [START, 242, 244, NO_TIMESTAMPS], False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, {"language": "en"}, {"task": "transcribe"}])
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {}, {"language": "german", "task": "translate"}, {"task": "translate"},
+        {"language": "<|de|>"}, {"forced_decoder_ids": [[1, 242], [2, 244]]},
+        {"forced_decoder_ids": [[1, None], [2, 244]]},
+    ],
+)  # fmt: skip
+def test_language_and_task_of_a_recording(
+    workshop: Workshop, generation: dict[str, Any], given: dict[str, str]
+) -> None:
+    """Fault: those of the checkpoint's generation config were ignored. Transformers names the
+    tokens, without a task if none is named."""
+    checkpoint = find(str(workshop.checkpoint("whisper", generation=generation)))
+    facts, start = vocabulary.audio_facts(checkpoint), vocabulary.start_ids(checkpoint)
+    assert facts is not None and start is not None
+    found = language_and_task(given, facts, start)
+    code = found["language"] and language_code(found["language"], facts)
+    config = generation_config(checkpoint)
+    assert config is not None
+    config.update(allow_custom_entries=True, **given)
+    want, detected = initial_tokens(checkpoint, config)
+    assert (code is None) == detected
+    assert detected or languages(facts)[code] == want[1]
+    assert facts.task_to_id[found["task"]] == (want[2] if len(want) == 4 else 243)
 
 
 @pytest.mark.parametrize(
