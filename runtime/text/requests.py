@@ -249,7 +249,7 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
     if pair.target.reads is not None:
         return _features(source, pair.target.reads, architecture)
     if isinstance(source, str):
-        return tokenizer.encode(source, special_tokens=options.special_tokens)
+        source = tokenizer.encode(source, special_tokens=options.special_tokens)
     if source is None or len(source) == 0:
         raise OutriderError(
             "prompt",
