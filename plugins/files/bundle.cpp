@@ -245,15 +245,15 @@ Bundle Bundle::read(const std::string& folder) {
     const auto engine = [&](const char* role) {
       return bundle.on_gpu() ? &facts.at("engines").at(role) : nullptr;
     };
-    if (pair.has("rules")) {
+    bundle.target = read_model(pair.at("target"), "target", engine("target"));
+    if (pair.has("draft")) bundle.draft = read_model(pair.at("draft"), "draft", engine("draft"));
+    if (pair.has("rules")) { // after what cannot be mended by removing them
       std::string names;
       for (const auto& [name, rule] : pair.at("rules").object())
         if (pair.at("rules").has(name)) names += (names.empty() ? "" : ", ") + name;
       fail(OUTRIDER_FAILED_BACKEND, "the checkpoint's generation config asks for " + names,
            "Use the Python runtime: C++ sessions do not support that yet");
     }
-    bundle.target = read_model(pair.at("target"), "target", engine("target"));
-    if (pair.has("draft")) bundle.draft = read_model(pair.at("draft"), "draft", engine("draft"));
 
     const int64_t capacity = pair.at("capacity").integer(1, MAX_COUNT);
     check_model(bundle, bundle.target, capacity);

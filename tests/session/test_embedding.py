@@ -190,6 +190,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     def of_target(**facts: object) -> Manifest:
         return of_pair(target=replace(target, **facts))
 
+    encoder_decoder = replace(target, encoder=EncoderFacts([[1, 1]], [[1, 1]]))
     too_few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # one row fewer than a round needs
     unlisted = {name: file for name, file in odd.files.items() if name != "target/weights.bin"}
     for edited, kind, words in (
@@ -202,7 +203,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         (of_pair(capacity=pair.capacity + 1), "bundle", "about its sizes"),
         (of_pair(vocab_size=target.vocab_size + 1), "bundle", "about its vocabulary"),
         (of_target(vocab_size=(1 << 30) + 1), "bundle", "vocab_size: 1073741825 is not from 1 to"),
-        (of_target(encoder=EncoderFacts([[1, 1]], [[1, 1]])), "backend", "encoder-decoder"),
+        (of_pair(rules=TextRules(5), target=encoder_decoder), "backend", "encoder-decoder"),
         (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
         (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
         (of_target(states=too_few), "bundle", "about its states"),
