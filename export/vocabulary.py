@@ -250,7 +250,11 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         neutral["max_length"] = (20,)  # Transformers' default too
     if not checkpoint.has_encoder:  # of an encoder-decoder, `start_ids` has it
         neutral["forced_bos_token_id"] = ()
-    if not checkpoint.features:
+    if checkpoint.features:  # options of a transcription
+        thresholds = "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"
+        neutral |= dict.fromkeys(("return_timestamps", "condition_on_prev_tokens"), (False,))
+        neutral |= dict.fromkeys(thresholds, ())
+    else:
         neutral |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],))
     values = {name: getattr(generation, name, None) for name in neutral}
     return {

@@ -81,6 +81,12 @@ def test_architectures_that_the_graph_cannot_express(
     assert kind.lower() in message.lower()
 
 
+def test_a_source_with_a_vocabulary_of_its_own(workshop: Workshop, refused: Refused) -> None:
+    """Fault: the ids of a source were compared with the number of tokens of the output."""
+    odd = workshop.checkpoint("marian", decoder_vocab_size=VOCAB_SIZE - 8)
+    assert "vocabularies of different sizes" in refused(odd, kind="architecture")
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value", "kind", "cause"),
     [
