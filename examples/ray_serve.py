@@ -6,7 +6,7 @@ The extra `ray` has what it needs; examples/ray_serve.yaml has autoscaling, GPUs
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Api:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return api(self.name, self.parts)
 
-    async def parts(self, requests: Requests, stream: bool) -> AsyncIterator[Part]:
+    async def parts(self, requests: Requests, stream: bool) -> AsyncGenerator[Part]:
         answer = self.replicas.parts.remote(requests, stream)
         try:
             async for part in answer:

@@ -41,11 +41,13 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 < args.port < 1 << 16:
         parser.error("--port must be from 1 to 65535")
+    if args.queue < 0:
+        parser.error("--queue must be 0 or more")
     try:  # imported here, so that --help needs none of them
         import outrider
         import uvicorn
 
-        from .openai.api import api, from_engine
+        from .openai.api import api, from_engine, limited
     except ImportError as error:
         sys.exit(f"error: {error}. Install it: python -m pip install -e '.[server]'")
     try:
@@ -54,7 +56,7 @@ def main() -> None:
             slots=args.slots,
             threads=args.threads,
             chat_template=args.chat_template,
-            queue=args.queue,
+            queue=sys.maxsize,  # `limited` counts requests
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")
@@ -67,8 +69,9 @@ def main() -> None:
             timer.start()
 
     name = args.name or args.engines.resolve().name
-    with engine, ThreadPoolExecutor(len(engine.decoder.slots) + args.queue) as threads:
-        app = api(name, partial(from_engine, engine, threads))
+    most = len(engine.decoder.slots) + args.queue
+    with engine, ThreadPoolExecutor(most) as threads:
+        app = api(name, limited(partial(from_engine, engine, threads), most))
         server = Server(uvicorn.Config(app, host=args.host, port=args.port))
         with suppress(KeyboardInterrupt):  # which it raises again after a clean shutdown
             server.run()

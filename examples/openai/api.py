@@ -1,9 +1,9 @@
 """OpenAI's routes as a FastAPI application, for an engine or for Ray's replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
-from contextlib import closing
+from contextlib import aclosing, closing
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -15,7 +15,7 @@ from .requests import REFUSED, Chat, Completion, Requests, refusal
 
 # Generates the requests one after another and yields the parts of the response: one per round if it
 # is streamed, otherwise one per request.
-Generate = Callable[[Requests, bool], AsyncIterator[Part]]
+Generate = Callable[[Requests, bool], AsyncGenerator[Part]]
 
 
 def api(name: str, generate: Generate) -> FastAPI:
@@ -61,24 +61,46 @@ def api(name: str, generate: Generate) -> FastAPI:
 
 async def from_engine(
     engine: TextEngine, threads: Executor, requests: Requests, stream: bool
-) -> AsyncIterator[Part]:
+) -> AsyncGenerator[Part]:
     """Generate the requests one after another. Closing or cancelling this frees the slot after the
     current round.
 
     threads: at least as many as there are requests that hold a slot or wait for one: each blocks
     one thread.
     """
-    for index, (prompt, options) in enumerate(requests):
-        # Completions set chat=False.
-        if options.chat is None and engine.tokenizer.chat_template is None:
-            remedy = "Use /v1/completions, or start the server with a chat template"
-            raise OutriderError("prompt", "this checkpoint has no chat template", remedy)
-        with closing(engine.stream(prompt, options)) as events:
+    # Completions set chat=False.
+    if engine.tokenizer.chat_template is None and any(x.chat is None for _, x in requests):
+        remedy = "Use /v1/completions, or start the server with a chat template"
+        raise OutriderError("prompt", "this checkpoint has no chat template", remedy)
+    # All are checked before the first one runs; a slot is taken with the first event.
+    for index, events in enumerate([engine.stream(*request) for request in requests]):
+        with closing(events):
             while events.result is None:
                 event = await asyncio.wrap_future(threads.submit(next, events))
                 wanted = event if stream else event.result
                 if wanted is not None:
                     yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
+
+
+def limited(generate: Generate, most: int) -> Generate:
+    """`generate` for this many responses at a time; further ones are refused as "busy". An engine's
+    queue would refuse single choices of a response, after others have been generated."""
+    running = 0
+
+    async def parts(requests: Requests, stream: bool) -> AsyncGenerator[Part]:
+        nonlocal running
+        if running >= most:
+            cause = f"{most} requests are running or waiting already"
+            raise OutriderError("busy", cause, "Try again later")
+        running += 1
+        try:
+            async with aclosing(generate(requests, stream)) as found:
+                async for part in found:
+                    yield part
+        finally:
+            running -= 1
+
+    return parts
 
 
 async def _all(parts: AsyncIterator[Part]) -> list[Part]:
