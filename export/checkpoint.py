@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,11 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """All files that hold weights."""
-        return [self.gguf.path] if self.gguf else weight_files(self.path)
+        """The files that its weights are read from, and possibly others with weights."""
+        if self.gguf:
+            return [self.gguf.path]
+        named = self.packed or getattr(self.config, "transformers_weights", None)
+        return _all_weight_files(self.path) if named else weight_files(self.path)
 
     def refused(self, reason: str) -> OutriderError:
         """The error that this checkpoint cannot be exported."""
@@ -332,7 +336,20 @@ def _fetch(name: str) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """All weight files except an adapter's; Transformers decides which of them it reads."""
+    """The weight files that Transformers reads, by their names; all if none has such a name."""
+    first = next((path / name for name in _READ_FIRST if (path / name).is_file()), None)
+    if first is None:
+        return _all_weight_files(path)
+    if first.suffix != ".json":
+        return [first]
+    with suppress(ValueError, KeyError, AttributeError, TypeError):  # `load` reports a broken index
+        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
+        return [path / name for name in sorted(set(shards)) if (path / name).is_file()]
+    return _all_weight_files(path)
+
+
+def _all_weight_files(path: Path) -> list[Path]:
+    """All weight files except an adapter's."""
     files = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
     return [file for file in files if not file.name.startswith("adapter_")]
 

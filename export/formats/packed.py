@@ -208,8 +208,10 @@ def read_packed(
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """The safetensors files of the index if there is one, else the only file."""
-    index = folder / "model.safetensors.index.json"
+    """model.safetensors, else the files of the index if there is one, else the only file."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
     if index.is_file():
         with damage(name, f"{index.name} cannot be read"):
             shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))

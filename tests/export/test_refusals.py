@@ -16,15 +16,17 @@ import torch
 from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, TOKENS, VOCAB_SIZE, write_any
 from commands import error_line
 from exported import TIED, UNTIED, Refused, edit_json, edit_weights, run_export
+from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from workshop import MAX_LEN, Workshop
 
 from export import decoder, loading, pair, part
-from export.checkpoint import find
+from export.checkpoint import content_hashes, find
 from export.pair import DEFAULT_MAX_LEN
 from export.vocabulary import check_chat_template, load_tokenizer, write_tokenizer
+from export.weights.stored import load_as_stored
 from runtime.files.errors import EXIT_STATUS, OutriderError
 
 Damage = Callable[[Path], object]
@@ -367,6 +369,24 @@ def test_weights_that_the_config_names(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "own.safetensors")
     _config(transformers_weights="own.safetensors")(copy)
     loading.load(find(str(copy)), torch.float32)
+
+
+def test_weights_that_lie_beside_those_that_are_read(copy: Path) -> None:
+    """Old repositories have the same weights twice. Faults: those that are read were rounded to the
+    16 bits of the others; a pointer in place of the others was refused."""
+    weights = load_file(copy / "model.safetensors")
+    half = {name: tensor.half() for name, tensor in weights.items()}
+    torch.save(half, copy / "pytorch_model.bin")
+    model = load_as_stored(find(str(copy)))
+    assert torch.equal(model.get_parameter(K_PROJ), weights[K_PROJ])
+    before = content_hashes(find(str(copy)))
+    (copy / "pytorch_model.bin").write_bytes(POINTER)
+    assert content_hashes(find(str(copy))) == before
+    (copy / "model.safetensors").unlink()  # control: now the others are read
+    torch.save(half, copy / "pytorch_model.bin")
+    narrow = load_as_stored(find(str(copy))).get_parameter(K_PROJ)
+    assert torch.equal(narrow[:], half[K_PROJ].float())
+    assert content_hashes(find(str(copy))) != before
 
 
 def test_layers_that_predict_further_tokens_are_left_out(

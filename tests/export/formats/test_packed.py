@@ -197,10 +197,14 @@ def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None
 
 
 def test_the_name_that_autogptq_gave_its_files(source: Path, tmp_path: Path) -> None:
-    """Fault: refused, as Transformers would not read a file of this name."""
+    """Faults: refused, as Transformers would not read a file of this name; a file of the usual name
+    was refused if another one lay beside it."""
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
     packed = tmp_path / "packed"
     dense = packers.write(packed, source, packer, **config)
+    (packed / "consolidated.safetensors").write_bytes(b"")
+    assert different(loaded(packed), dense) == []
+    (packed / "consolidated.safetensors").unlink()
     (packed / "model.safetensors").rename(packed / "gptq_model-4bit-32g.safetensors")
     assert different(loaded(packed), dense) == []
 
