@@ -204,6 +204,8 @@ def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed
     method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
     if method == "None" and ("load_in_8bit" in quantised or "load_in_4bit" in quantised):
         method = "bitsandbytes"  # before it named itself
+    if method == "None":
+        raise unsupported(name, "quantization_config without quant_method")
     if method not in _READERS:
         raise unsupported(name, f"quantization_config: {method[:40]}")
     try:

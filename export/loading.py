@@ -32,13 +32,18 @@ from runtime.files.progress import note
 from .checkpoint import Checkpoint
 from .decoder import IMPLEMENTATION, RecordingCache, traced_layers
 from .encoder import TextAndSourceCache, example_source, source_arguments
-from .formats.packed import Lazy
+from .formats.packed import Lazy, unsupported
 from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 OWN_ATTENTION = "its attention does not go through Transformers' attention interface"
 _UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
+# What formats of quantised weights store beside or instead of a matrix, by the end of its name.
+_QUANTISED = {
+    "qweight", "qzeros", "scales", "weight_scale", "weight_scale_inv", "weight_packed", "absmax",
+    "SCB",
+}  # fmt: skip
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
@@ -103,6 +108,10 @@ def read_weights(
         if is_out_of_memory(error):
             raise MemoryError from None
         raise _unread(checkpoint, error) from None
+    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED))
+    undescribed = (name for name in unused if name.rpartition(".")[2] in _QUANTISED)
+    if not checkpoint.packed and (part := next(undescribed, None)):
+        raise unsupported(checkpoint.source, f"its config.json does not describe {part}")
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise OutriderError(
@@ -114,7 +123,6 @@ def read_weights(
     # Tables of sines, which Transformers computes and Pegasus' files lack.
     computed = {name for name in info["missing_keys"] if _is_computed(model, name)}
     missing = sorted(info["missing_keys"] - computed)
-    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(_UNUSED))
     unused = _without_later_layers(checkpoint, unused)
     if missing or unused:
         raise _other_weights(checkpoint, type(model).__name__, missing, unused)
@@ -174,10 +182,13 @@ def _other_weights(
         for verb, which, names in differences
         if names
     )
+    prefix = unused[0].partition(".")[0] + "." if unused else ""
     if any("lora" in name for name in unused):
         remedy = "Merge the adapter first (merge_and_unload)."
     elif len(missing) < 10 and checkpoint.config.architectures and checkpoint.architecture != kind:
         return checkpoint.refused(f"it {cause}")
+    elif unused and {name.removeprefix(prefix) for name in unused} <= {*missing}:
+        remedy = f"Save them again without {prefix} at the beginning of their names."
     elif unused:
         remedy = "Check that config.json belongs to these weights."
     else:

@@ -226,6 +226,7 @@ def _truncate(folder: Path) -> None:
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+SCALES = "model.layers.1.self_attn.k_proj.scales"
 UP_PROJ = "model.layers.0.mlp.up_proj"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5000\n"
 _config = partial(_json, "config.json")
@@ -321,6 +322,18 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _config(quantization_config={"load_in_8bit": True}), "quantization_config: bitsandbytes",
     ),
     "quantised, not said how": (_config(quantization_config=4), "is quantised"),
+    "quantised by MLX": (
+        _config(quantization_config={"group_size": 64, "bits": 4}),
+        "unsupported format: quantization_config without quant_method. Use the checkpoint that",
+    ),
+    "quantised, not said": (
+        _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:, :8].clone(), SCALES: torch.ones(32, 1)})),
+        f"unsupported format: its config.json does not describe {SCALES}. Use the checkpoint that",
+    ),
+    "names that a wrapper changed": (
+        _tensors(lambda w: [w.update({f"module.{name}": w.pop(name)}) for name in [*w]]),
+        "(module.lm_head.weight first). Save them again without module. at the beginning of",
+    ),
     "GGUF": (
         _all(_without("model.safetensors"), _instead("model.Q4_K_M.gguf", b"GGUF")),
         "cannot be read as GGUF",
