@@ -85,6 +85,7 @@ def read_weights(
     """
     model: PreTrainedModel
     info: dict[str, Any]
+    stored: dict[str, Lazy] = {}
     options = {
         "dtype": dtype, "attn_implementation": "eager", "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are reported below
@@ -92,7 +93,8 @@ def read_weights(
     try:
         if checkpoint.packed:
             kind: Any = _causal_classes(checkpoint)[1][type(checkpoint.config)]
-            tensors = {key: transform(each) for key, each in checkpoint.packed.tensors().items()}
+            stored = checkpoint.packed.tensors()
+            tensors = {key: transform(each) for key, each in stored.items()}
             model, info = kind.from_pretrained(
                 None, config=checkpoint.config, state_dict=tensors, **options
             )
@@ -124,9 +126,17 @@ def read_weights(
     computed = {name for name in info["missing_keys"] if _is_computed(model, name)}
     missing = sorted(info["missing_keys"] - computed)
     unused = _without_later_layers(checkpoint, unused)
+    unused = [name for name in unused if not _is_zero_bias(stored, name)]
     if missing or unused:
         raise _other_weights(checkpoint, type(model).__name__, missing, unused)
     return model
+
+
+def _is_zero_bias(packed: dict[str, Lazy], name: str) -> bool:
+    """Whether it is a bias that changes nothing: AutoGPTQ gave one to every matrix."""
+    layer, _, part = name.rpartition(".")
+    known = {name, f"{layer}.weight"} <= packed.keys()
+    return part == "bias" and known and not packed[name][...].any()
 
 
 def _without_later_layers(checkpoint: Checkpoint, names: list[str]) -> list[str]:

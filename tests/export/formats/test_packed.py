@@ -209,6 +209,20 @@ def test_the_name_that_autogptq_gave_its_files(source: Path, tmp_path: Path) -> 
     assert different(loaded(packed), dense) == []
 
 
+def test_the_biases_that_autogptq_gave_to_every_matrix(
+    source: Path, tmp_path: Path, refused: Refused
+) -> None:
+    """Fault: refused, although they are zero. Any other bias still is."""
+    packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
+    packed = tmp_path / "packed"
+    dense = packers.write(packed, source, packer, **config)
+    biases = {f"{PROJ}bias": torch.zeros(64), "model.layers.0.mlp.up_proj.bias": torch.zeros(256)}
+    edit_weights(packed, lambda w: w.update(biases))
+    assert different(loaded(packed), dense) == []
+    edit_weights(packed, lambda w: w[f"{PROJ}bias"].__setitem__(7, 0.5))
+    assert f"has 1 weights that are not part of a LlamaForCausalLM ({PROJ}bias" in refused(packed)
+
+
 def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
     """Control of the tests above."""
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
