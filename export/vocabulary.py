@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     if gguf_file and (checkpoint.path / TOKENIZER_FILE).is_file():
         gguf_file = None
 
-    def refuse(cause: str) -> OutriderError:
-        remedy = "Copy the checkpoint's tokenizer.json beside its weights."
+    copy = "copy the checkpoint's tokenizer.json beside its weights."
+
+    def refuse(cause: str, remedy: str = copy.capitalize()) -> OutriderError:
         return OutriderError("checkpoint", cause, remedy)
 
     found = gguf_file.metadata.get(gguf.TOKENS) if gguf_file else _vocabulary_files(checkpoint)
@@ -46,12 +48,29 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     except OutriderError:
         raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
-        own_code = "trust_remote_code" in str(error)
+        own_code, remedy = "trust_remote_code" in str(error), copy.capitalize()
         why = "it requires its own code, which is never run" if own_code else first_line(error)
-        raise refuse(f"the tokenizer of {checkpoint.source} cannot be read: {why}") from None
+        if (checkpoint.path / TOKENIZER_FILE).is_file():
+            remedy = "Download its tokenizer*.json and special_tokens_map.json again."
+            remedy = "Remove auto_map from its tokenizer_config.json." if own_code else remedy
+        elif _lacks_sentencepiece(
+            checkpoint
+        ):  # Transformers asks for tiktoken, which does not help
+            why = "it is a SentencePiece file, and SentencePiece is not installed"
+            remedy = f"Run .venv/bin/python -m pip install sentencepiece, or {copy}"
+        cause = f"the tokenizer of {checkpoint.source} cannot be read: {why}"
+        raise refuse(cause, remedy) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
         raise refuse(f"{checkpoint.source} has no fast tokenizer")
     return tokenizer
+
+
+def _lacks_sentencepiece(checkpoint: Checkpoint) -> bool:
+    """Whether its vocabulary is a SentencePiece file and nothing here reads those. Files of
+    tiktoken, which may have the same name, begin with a word in base64."""
+    files = [*checkpoint.path.glob("*.model")]
+    found = any(path.open("rb").read(1) == b"\n" for path in files)  # a field of the format
+    return found and find_spec("sentencepiece") is None
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> Any:

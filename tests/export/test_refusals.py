@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from workshop import MAX_LEN, Workshop
 
-from export import decoder, loading, pair, part
+from export import decoder, loading, pair, part, vocabulary
 from export.checkpoint import content_hashes, find
 from export.pair import DEFAULT_MAX_LEN
 from export.vocabulary import check_chat_template, load_tokenizer, write_tokenizer
@@ -423,6 +423,32 @@ def test_a_marian_with_sentencepiece_files(
     assert load_tokenizer(find(str(marian)))("ab").input_ids == [65, 66]
     (marian / "tokenizer.json").rename(marian / "vocab.json")
     assert "marian has no fast tokenizer, and Sent" in refused(marian)
+
+
+def test_tokenizers_that_are_not_read(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    """Faults: the remedies were to install tiktoken, which does not read SentencePiece's files, and
+    to copy a file that was there."""
+    copy = Path(shutil.copytree(workshop.checkpoint(TIED), tmp_path / "checkpoint"))
+    config = copy / "tokenizer_config.json"
+    config.write_text("{")
+    assert "Download its tokenizer*.json and special_tokens_map.json again." in refused(copy)
+    config.write_text(
+        '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'
+    )
+    assert "never run. Remove auto_map from its tokenizer_config.json." in refused(copy)
+    config.write_text('{"tokenizer_class": "Own"}')
+    assert len(load_tokenizer(find(str(copy)))) == VOCAB_SIZE  # the remedy works
+    (copy / "tokenizer.json").unlink()
+    config.write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr(vocabulary, "find_spec", lambda _: None)
+    for content, words in (
+        (b"\n\x0e\n\x05<unk>\x15", "a SentencePiece file, and SentencePiece is not installed. Run"),
+        (b"IQ== 0\n", "Copy the checkpoint's tokenizer.json beside its weights."),
+    ):
+        (copy / "tokenizer.model").write_bytes(content)
+        assert words in refused(copy)
 
 
 def test_names_of_nothing(copy: Path, refused: Refused) -> None:
