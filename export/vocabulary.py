@@ -32,8 +32,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     gguf_file = checkpoint.gguf
     if gguf_file and (checkpoint.path / TOKENIZER_FILE).is_file():
         gguf_file = None
-
     copy = "copy the checkpoint's tokenizer.json beside its weights."
+    if checkpoint.path.is_file():
+        copy = "put it into a folder with the original's tokenizer.json, and give that folder."
 
     def refuse(cause: str, remedy: str = copy.capitalize()) -> OutriderError:
         return OutriderError("checkpoint", cause, remedy)
@@ -53,9 +54,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
         if (checkpoint.path / TOKENIZER_FILE).is_file():
             remedy = "Download its tokenizer*.json and special_tokens_map.json again."
             remedy = "Remove auto_map from its tokenizer_config.json." if own_code else remedy
-        elif _lacks_sentencepiece(
-            checkpoint
-        ):  # Transformers asks for tiktoken, which does not help
+        elif _lacks_sentencepiece(checkpoint):
+            # Transformers asks for tiktoken, which does not help.
             why = "it is a SentencePiece file, and SentencePiece is not installed"
             remedy = f"Run .venv/bin/python -m pip install sentencepiece, or {copy}"
         cause = f"the tokenizer of {checkpoint.source} cannot be read: {why}"

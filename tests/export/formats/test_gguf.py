@@ -311,7 +311,12 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one of two": (_meta("split.count", 2), "one of 2 parts"),
     "an unknown tokenizer": (_meta("tokenizer.ggml.pre", "odd"), "tokenizer.ggml.pre = 'odd'"),
-    "no tokens": (_meta("tokenizer.ggml.tokens", []), "has no tokenizer"),
+    "no tokens": (
+        _meta("tokenizer.ggml.tokens", []), "has no tokenizer. Put it into a folder with the",
+    ),
+    "a tokenizer of words": (
+        _meta("tokenizer.ggml.model", "bert"), "Put it into a folder with the original's",
+    ),
     "rotary factors too few": (_factors(np.ones(5)), "a positive factor for each of 8"),
     "rotary factors that are none": (_factors(np.zeros(8)), "a positive factor for each"),
     "rotary factors that are NaN": (_factors(np.full(8, np.nan)), "a positive factor for each"),
