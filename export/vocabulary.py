@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     gguf_file = checkpoint.gguf
     if gguf_file and (checkpoint.path / TOKENIZER_FILE).is_file():
         gguf_file = None
-    copy = "copy the checkpoint's tokenizer.json beside its weights."
+    copy = "Copy the checkpoint's tokenizer.json beside its weights."
     if checkpoint.path.is_file():
-        copy = "put it into a folder with the original's tokenizer.json, and give that folder."
+        copy = "Put it into a folder with the original's tokenizer.json, and give that folder."
 
-    def refuse(cause: str, remedy: str = copy.capitalize()) -> OutriderError:
+    def refuse(cause: str, remedy: str = copy) -> OutriderError:
         return OutriderError("checkpoint", cause, remedy)
 
     found = gguf_file.metadata.get(gguf.TOKENS) if gguf_file else _vocabulary_files(checkpoint)
@@ -49,28 +48,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     except OutriderError:
         raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
-        own_code, remedy = "trust_remote_code" in str(error), copy.capitalize()
+        own_code, remedy = "trust_remote_code" in str(error), copy
         why = "it requires its own code, which is never run" if own_code else first_line(error)
         if (checkpoint.path / TOKENIZER_FILE).is_file():
             remedy = "Download its tokenizer*.json and special_tokens_map.json again."
             remedy = "Remove auto_map from its tokenizer_config.json." if own_code else remedy
-        elif _lacks_sentencepiece(checkpoint):
-            # Transformers asks for tiktoken, which does not help.
-            why = "it is a SentencePiece file, and SentencePiece is not installed"
-            remedy = f"Run .venv/bin/python -m pip install sentencepiece, or {copy}"
         cause = f"the tokenizer of {checkpoint.source} cannot be read: {why}"
         raise refuse(cause, remedy) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
         raise refuse(f"{checkpoint.source} has no fast tokenizer")
     return tokenizer
-
-
-def _lacks_sentencepiece(checkpoint: Checkpoint) -> bool:
-    """Whether its vocabulary is a SentencePiece file and nothing here reads those. Files of
-    tiktoken, which may have the same name, begin with a word in base64."""
-    files = [*checkpoint.path.glob("*.model")]
-    found = any(path.open("rb").read(1) == b"\n" for path in files)  # a field of the format
-    return found and find_spec("sentencepiece") is None
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> Any:

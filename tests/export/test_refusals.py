@@ -17,12 +17,13 @@ from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, TOKENS, VOCAB_SIZE, w
 from commands import error_line
 from exported import TIED, UNTIED, Refused, edit_json, edit_weights, run_export
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from workshop import MAX_LEN, Workshop
 
-from export import decoder, loading, pair, part, vocabulary
+from export import decoder, loading, pair, part
 from export.checkpoint import content_hashes, find
 from export.pair import DEFAULT_MAX_LEN
 from export.vocabulary import check_chat_template, load_tokenizer, write_tokenizer
@@ -425,11 +426,8 @@ def test_a_marian_with_sentencepiece_files(
     assert "marian has no fast tokenizer, and Sent" in refused(marian)
 
 
-def test_tokenizers_that_are_not_read(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    """Faults: the remedies were to install tiktoken, which does not read SentencePiece's files, and
-    to copy a file that was there."""
+def test_tokenizers_that_are_not_read(workshop: Workshop, tmp_path: Path, refused: Refused) -> None:
+    """Fault: the remedy was to copy a file that was there."""
     copy = Path(shutil.copytree(workshop.checkpoint(TIED), tmp_path / "checkpoint"))
     config = copy / "tokenizer_config.json"
     config.write_text("{")
@@ -441,14 +439,22 @@ def test_tokenizers_that_are_not_read(
     config.write_text('{"tokenizer_class": "Own"}')
     assert len(load_tokenizer(find(str(copy)))) == VOCAB_SIZE  # the remedy works
     (copy / "tokenizer.json").unlink()
-    config.write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr(vocabulary, "find_spec", lambda _: None)
-    for content, words in (
-        (b"\n\x0e\n\x05<unk>\x15", "a SentencePiece file, and SentencePiece is not installed. Run"),
-        (b"IQ== 0\n", "Copy the checkpoint's tokenizer.json beside its weights."),
-    ):
-        (copy / "tokenizer.model").write_bytes(content)
-        assert words in refused(copy)
+    (copy / "tokenizer.model").write_bytes(b"not one")
+    assert "Copy the checkpoint's tokenizer.json beside its weights." in refused(copy)
+
+
+def test_a_sentencepiece_file_alone(workshop: Workshop, tmp_path: Path) -> None:
+    """Fault: the remedy was to install tiktoken, which does not read such files."""
+    llama = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "llama"))
+    (llama / "tokenizer.json").unlink()
+    (llama / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(llama / "tokenizer"), vocab_size=500, model_type="bpe",
+        byte_fallback=True, remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    text = "def read(path: Path) -> str:  # reads a file \N{GRINNING FACE}"
+    expected = SentencePieceProcessor(model_file=str(llama / "tokenizer.model")).encode(text)
+    assert load_tokenizer(find(str(llama)))(text, add_special_tokens=False).input_ids == expected
 
 
 def test_names_of_nothing(copy: Path, refused: Refused) -> None:
