@@ -133,9 +133,9 @@ def find(name: str) -> Checkpoint:
             "Rename the file if it has the Hugging Face layout, or download that layout.",
         )
     config = _load_config(name, path)
-    if packed:
-        del config.quantization_config  # the model is built with plain layers
     text = config.get_text_config(decoder=True)
+    for part in (config, text):
+        vars(part).pop("quantization_config", None)  # the model is built with plain layers
     length_fields = "max_position_embeddings", "max_target_positions"
     field = next(
         (field for field in length_fields if getattr(text, field, None) is not None),
@@ -198,9 +198,11 @@ def _load_config(name: str, path: Path) -> PretrainedConfig:
 def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed | None:
     """How the weights are packed, None if they are not. Raises OutriderError "checkpoint" for a
     format that is not supported."""
-    quantised = raw_config.get("quantization_config")
-    if quantised is None:
+    field, parts = "quantization_config", (raw_config, raw_config.get("text_config"))
+    found = [part[field] for part in parts if isinstance(part, dict) and part.get(field)]
+    if not found:
         return None
+    quantised = found[0]
     method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
     if method == "None" and ("load_in_8bit" in quantised or "load_in_4bit" in quantised):
         method = "bitsandbytes"  # before it named itself
@@ -211,7 +213,7 @@ def _packed_weights(name: str, path: Path, raw_config: dict[str, Any]) -> Packed
     try:
         packed = _READERS[method](name, path, quantised)
     except (AttributeError, KeyError, TypeError, ValueError):  # fields of unexpected types
-        raise _invalid_field(name, "quantization_config", quantised) from None
+        raise _invalid_field(name, field, quantised) from None
     if packed.remark:
         note(f"{name}: {packed.remark}")
     return packed

@@ -183,6 +183,11 @@ def test_the_packed_text_of_a_model_that_sees(workshop: Workshop, tmp_path: Path
     wanted = loaded(tmp_path / "dense")
     assert different(loaded(tmp_path / "packed"), wanted) == []
     assert different(loaded(source), wanted) != []
+    sees = json.loads((tmp_path / "packed/config.json").read_text())
+    sees["text_config"]["quantization_config"] = sees.pop("quantization_config")
+    (tmp_path / "packed/config.json").write_text(json.dumps(sees))
+    # Fault: GPTQModel was asked for.
+    assert different(loaded(tmp_path / "packed"), wanted) == []
     assert not any("visual" in name for name in wanted)  # the vision part is dropped
 
 
