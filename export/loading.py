@@ -354,7 +354,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
         raise checkpoint.refused("its encoder uses sparse attention for long sources")
     rows = getattr(checkpoint.config, "decoder_vocab_size", None)  # of Marian
-    if rows not in (None, checkpoint.config.vocab_size):
+    if rows is not None and rows != checkpoint.config.vocab_size:
         raise checkpoint.refused("its source and its output have vocabularies of different sizes")
     if getattr(checkpoint.text_config, "attn_temperature_tuning", False):  # Llama 4
         raise checkpoint.refused("its attention takes positions from the length of the cache")

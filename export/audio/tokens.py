@@ -60,8 +60,8 @@ def audio_facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
     ids, detected = initial_tokens(checkpoint, config)
     names = [field.name for field in fields(AudioFacts)]
     configured = {name: getattr(config, name, None) for name in names}
-    suppressed: list[int] = configured["suppress_tokens"] or []
-    if configured["prev_sot_token_id"] is None and len(suppressed) >= 2:
+    suppressed, named = configured["suppress_tokens"], configured["prev_sot_token_id"]
+    if named is None and isinstance(suppressed, list) and len(suppressed) >= 2:
         # So does `generate`, for checkpoints older than this field.
         configured["prev_sot_token_id"] = suppressed[-2]
     codes = {name.strip("<|>") for name in configured["lang_to_id"] or ()}
