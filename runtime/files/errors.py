@@ -114,8 +114,10 @@ def check_value(
     fits: whether it is in the range, None if there is none. legal: what the range is.
     """
     is_kind, noun = kind
-    if (right := is_kind(value)) and (fits is None or fits(own_number(value))):
-        return own_number(value)
+    if right := is_kind(value):
+        own = own_number(value)
+        if fits is None or fits(own):
+            return own
     shown = f"{name}={shown_value(value)}"
     if right:
         raise OutriderError("option", f"{shown} is out of range", f"{name} must be {legal}.")

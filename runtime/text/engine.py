@@ -39,9 +39,9 @@ class TextEngine:
 
     Thread-safe: requests of several threads share rounds. If all slots are taken, a call waits in
     a queue.
-    queue: how many calls may wait; 0 for none. timeout: most seconds that a call waits; None for no
-    limit. A call raises OutriderError "busy" if the queue is full, if it waits too long, or if it
-    waits for slots that only streams of its own thread hold.
+    queue: how many calls may wait for their first slot; 0 for none. timeout: most seconds that a
+    call waits; None for no limit. A call raises OutriderError "busy" if the queue is full, if it
+    waits too long, or if it waits for slots that only streams of its own thread hold.
     """
 
     def __init__(

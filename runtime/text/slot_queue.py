@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..files.errors import INTEGER, NUMBER, OutriderError, check_value
 
@@ -41,6 +43,12 @@ class Caller:
         self.uses += 1
 
 
+class _Parts(threading.local):
+    """Of a thread: whether its callers are parts of one request, and whether one has had a slot."""
+
+    together = begun = False
+
+
 class Cancelled(Exception):
     """The caller was cancelled while it waited."""
 
@@ -60,6 +68,7 @@ class SlotQueue:
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
         self._dropped: deque[Caller] = deque()
+        self._parts = _Parts()
         # Used instead of `with` on the condition, which an interrupt can break.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -83,12 +92,24 @@ class SlotQueue:
         """
         caller.record_use()
         with self._lock:
-            if not self._waiting and self._try_grant(caller, slots):
-                return
-            if len(self._waiting) >= self._queue and not caller.served:
-                many = f", and {self._queue} callers are already waiting" if self._queue else ""
-                raise self._busy_error(slots, many, "Try again later")
-            self._wait(caller, slots)
+            if self._waiting or not self._try_grant(caller, slots):
+                has_begun = caller.served or self._parts.begun
+                if len(self._waiting) >= self._queue and not has_begun:
+                    many = f", and {self._queue} callers are already waiting" if self._queue else ""
+                    raise self._busy_error(slots, many, "Try again later")
+                self._wait(caller, slots)
+        self._parts.begun = self._parts.together
+
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """This thread's callers are parts of one request, such as the windows of a recording: once
+        one has had a slot, the others may wait even in a full queue."""
+        before = self._parts.together, self._parts.begun
+        self._parts.together = True
+        try:
+            yield
+        finally:
+            self._parts.together, self._parts.begun = before
 
     def try_acquire(self, caller: Caller) -> bool:
         """Take one more slot if one is free and no caller is waiting."""

@@ -59,11 +59,11 @@ def language_and_task(
     that it forces count only if neither is named."""
     own = {"language": facts.language, "task": facts.task}
     named: dict[str, Any] = {n: own[n] if given.get(n) is None else given[n] for n in own}
-    if named == {"language": None, "task": None}:
+    if named["language"] is None and named["task"] is None:
         codes = {} if facts.language_detected else languages(facts)
         for name, tokens in (("language", codes), ("task", facts.task_to_id)):
             named[name] = next((key for key, token in tokens.items() if token in start_ids), None)
-    return {**named, "task": named["task"] or "transcribe"}
+    return {**named, "task": "transcribe" if named["task"] is None else named["task"]}
 
 
 def transcribe(
@@ -139,11 +139,12 @@ def transcribe(
     log_mel = LogMel(features.feature_size, rate, features.n_fft, features.hop_length)
     windows = Windows(Recording(audio, rate), log_mel, features.n_samples)
     segments: list[Segment] = []
-    for new, frame in transcriber.segments(windows):
-        segments += new
-        if heard is not None:
-            seconds = min(frame * features.hop_length / rate, windows.duration)
-            heard(seconds, windows.duration, new)
+    with engine.slot_queue.one_request():
+        for new, frame in transcriber.segments(windows):
+            segments += new
+            if heard is not None:
+                seconds = min(frame * features.hop_length / rate, windows.duration)
+                heard(seconds, windows.duration, new)
     text = transcriber.decode([token for segment in segments for token in segment.token_ids])
     return Transcription(
         text, tuple(segments), transcriber.language, windows.duration, transcriber.window_count,

@@ -117,6 +117,24 @@ def test_temperatures(bundle: Path) -> None:
     assert engine.transcribe(SOUND, **options).segments == engine.transcribe(SOUND).segments
 
 
+def test_the_checkpoints_language_and_task(bundle: Path) -> None:
+    """Fault: ignored, unlike by `generate`."""
+    engine = one_thread(bundle, 1)
+    detected = engine.transcribe(SOUND)
+    [other, *_] = sorted({*LANGUAGES} - {detected.language})
+    pair = engine.manifest.pair
+    assert pair.audio is not None
+    own = replace(pair.audio, language=other, task="translate")
+    engine.manifest = replace(engine.manifest, pair=replace(pair, audio=own))
+    found = engine.transcribe(SOUND)
+    assert (detected.segments != found.segments) and found.language == other
+    named = {"language": detected.language, "task": "transcribe"}
+    assert engine.transcribe(SOUND, **named).segments == detected.segments
+    for empty in ("", 0):
+        with pytest.raises(OutriderError, match="task="):
+            engine.transcribe(SOUND, task=empty)
+
+
 def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
     """Two windows with the same sound get different texts."""
     sound = np.tile(talk(30), 2)

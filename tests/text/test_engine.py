@@ -211,11 +211,12 @@ def test_an_interrupt_leaves_no_slot_to_a_batch(
 
     def traced(batch: Batch) -> None:
         monkeypatch.setattr(Batch, "_start_next", start)  # the first prompt only
+        before = sys.gettrace()
         sys.settrace(interrupt)
         try:
             start(batch)
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
 
     for at in range(1, 100):
         lines = 0

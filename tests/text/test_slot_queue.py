@@ -186,6 +186,26 @@ def test_a_full_queue_stops_no_batch_that_has_begun(waiters: Waiters) -> None:
     assert waiters.served == ["a", "b", "batch"]
 
 
+def test_a_full_queue_stops_no_recording_that_has_begun() -> None:
+    """Fault: each window was a new call, and the text of the earlier ones was lost."""
+    queue, first = SlotQueue(1, queue=0, timeout=0.01), Caller()
+    at_once, after_a_wait = "the only slot is in use. Try", "after a wait of 0.01 s"
+    hold = hold_elsewhere(queue)
+    with queue.one_request():
+        with pytest.raises(OutriderError, match=at_once):
+            queue.acquire(first)
+        queue.release(hold)
+        queue.acquire(first)
+        queue.release(first)
+        hold = Caller()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(queue.acquire, hold).result()
+        with pytest.raises(OutriderError, match=after_a_wait):
+            queue.acquire(Caller())
+    with pytest.raises(OutriderError, match=at_once):
+        queue.acquire(Caller())
+
+
 @pytest.mark.usefixtures("short_grace")
 def test_a_thread_does_not_wait_for_itself() -> None:
     """Fault: a stream that another thread created and this thread uses was not counted as this
