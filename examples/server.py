@@ -56,7 +56,9 @@ def main() -> None:
             slots=args.slots,
             threads=args.threads,
             chat_template=args.chat_template,
-            queue=sys.maxsize,  # `limited` counts requests
+            # `limited` counts requests, and a client that has waited too long disconnects.
+            queue=sys.maxsize,
+            timeout=None,
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")

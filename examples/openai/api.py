@@ -72,9 +72,12 @@ async def from_engine(
     if engine.tokenizer.chat_template is None and any(x.chat is None for _, x in requests):
         remedy = "Use /v1/completions, or start the server with a chat template"
         raise OutriderError("prompt", "this checkpoint has no chat template", remedy)
-    # All are checked before the first one runs; a slot is taken with the first event.
-    for index, events in enumerate([engine.stream(*request) for request in requests]):
-        with closing(events):
+    # All prompts are checked before the first one runs, in threads: there may be many. Requests
+    # with the same prompt differ only in their seeds.
+    for request in {id(prompt): (prompt, options) for prompt, options in requests}.values():
+        await asyncio.wrap_future(threads.submit(engine.request, *request))
+    for index, request in enumerate(requests):
+        with closing(engine.stream(*request)) as events:
             while events.result is None:
                 event = await asyncio.wrap_future(threads.submit(next, events))
                 wanted = event if stream else event.result

@@ -304,6 +304,7 @@ REFUSED = [
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": [4096]}, 400, "prompt"),
     ({"prompt": "x " * 3000}, 400, "prompt"),
+    ({"prompt": ["x", "x " * 3000]}, 400, "prompt"),  # the first was generated before
 ]
 
 
