@@ -29,7 +29,7 @@ from runtime.files.progress import note
 
 from .audio import features
 from .formats import awq, compressed, gguf, gptq, llamacpp, mxfp4
-from .formats.packed import DOWNLOAD, Packed, unsupported
+from .formats.packed import DOWNLOAD, Packed, shards, unsupported
 
 REMOVE = "Download the checkpoint again, or remove that file."  # the checkpoint does not need it
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -347,8 +347,7 @@ def weight_files(path: Path) -> list[Path]:
     if first.suffix != ".json":
         return [first]
     with suppress(ValueError, KeyError, AttributeError, TypeError):  # `load` reports a broken index
-        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
-        return [path / name for name in sorted(set(shards)) if (path / name).is_file()]
+        return [file for file in shards(first) if file.is_file()]
     return _all_weight_files(path)
 
 

@@ -115,11 +115,11 @@ def read_weights(
     if not checkpoint.packed and (part := next(undescribed, None)):
         raise unsupported(checkpoint.source, f"its config.json does not describe {part}")
     if mismatched := sorted(info["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
+        name, found, expected = mismatched[0]
         raise OutriderError(
             "checkpoint",
             f"the sizes of {len(mismatched)} weights of {checkpoint.source} differ from its "
-            f"config.json, {name} first: {[*stored]}, not {[*expected]}",
+            f"config.json, {name} first: {[*found]}, not {[*expected]}",
             "Check that config.json belongs to these weights.",
         )
     # Tables of sines, which Transformers computes and Pegasus' files lack.

@@ -51,8 +51,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
         own_code, remedy = "trust_remote_code" in str(error), copy
         why = "it requires its own code, which is never run" if own_code else first_line(error)
         if (checkpoint.path / TOKENIZER_FILE).is_file():
-            remedy = "Download its tokenizer*.json and special_tokens_map.json again."
-            remedy = "Remove auto_map from its tokenizer_config.json." if own_code else remedy
+            remedy = (
+                "Remove auto_map from its tokenizer_config.json."
+                if own_code
+                else "Download its tokenizer*.json and special_tokens_map.json again."
+            )
         cause = f"the tokenizer of {checkpoint.source} cannot be read: {why}"
         raise refuse(cause, remedy) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:

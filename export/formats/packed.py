@@ -214,8 +214,7 @@ def _files(name: str, folder: Path) -> list[Path]:
         return [single]
     if index.is_file():
         with damage(name, f"{index.name} cannot be read"):
-            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        return [folder / str(shard) for shard in shards]
+            return shards(index)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise OutriderError(
@@ -224,6 +223,12 @@ def _files(name: str, folder: Path) -> list[Path]:
             "Download the complete checkpoint, in safetensors format.",
         )
     return files
+
+
+def shards(index: Path) -> list[Path]:
+    """The files that an index names. Raises what its contents cause."""
+    names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+    return [index.parent / str(name) for name in sorted(set(names))]
 
 
 def packed_modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedModule]:
