@@ -31,15 +31,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .functions import attention as own_attention
 from .functions import recurrence
-from .functions.stateful_layers import (
-    RecurrenceInputs,
-    StateCache,
-    UnsupportedArchitecture,
-    patched_layers,
-)
+from .functions.own import IMPLEMENTATION
+from .functions.replaced import patched_layers
+from .functions.stateful_layers import RecurrenceInputs, StateCache, UnsupportedArchitecture
 from .weights.experts import experts
 
-IMPLEMENTATION = "outrider"
 Shapes = Sequence[Sequence[int]]  # H and D of a row, per layer or state
 # Tensors that attention layers pass along, which add nothing to the mask.
 _IGNORED_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}

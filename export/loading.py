@@ -30,10 +30,13 @@ from runtime.files.errors import OutriderError, first_line, is_out_of_memory
 from runtime.files.progress import note
 
 from .checkpoint import Checkpoint
-from .decoder import IMPLEMENTATION, RecordingCache, traced_layers
+from .decoder import RecordingCache, traced_layers
 from .encoder import TextAndSourceCache, example_source, source_arguments
 from .formats.packed import Lazy, unsupported
-from .functions.stateful_layers import UnsupportedArchitecture, patched_layers
+from .functions import older_layers
+from .functions.own import IMPLEMENTATION
+from .functions.replaced import patched_layers
+from .functions.stateful_layers import UnsupportedArchitecture
 
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -218,6 +221,7 @@ def prepare(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
     Raises OutriderError "architecture" if it does not run on text alone, or its output matrix is
     unknown."""
     _freeze_rope(model)
+    older_layers.simplify(model)
     model.train(False)
     model.requires_grad_(False)
     if checkpoint.text_config is not checkpoint.config and not checkpoint.has_encoder:
@@ -401,7 +405,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     if checkpoint.has_encoder and sorted(source.keys) != layers:
         raise checkpoint.refused("not all of its layers keep the source's keys")
     if not checkpoint.has_encoder:
-        if "position_ids" not in signature(model.forward).parameters:
+        takes_positions = "position_ids" in signature(model.forward).parameters
+        if not (takes_positions or older_layers.are_in(model)):
             raise checkpoint.refused("it takes no position_ids")
         first, second = outputs.logits[:, 0].float()
         atol = (1e-3 if outputs.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())

@@ -182,7 +182,7 @@ def _products(
     query: torch.Tensor,  # [B, H, N, D]
     key: torch.Tensor,  # [B, Hkv, S, D]
     value: torch.Tensor,  # [B, Hkv, S, Dv]
-    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
+    attn_mask: torch.Tensor,  # bool [B, 1, N, S], or added to the scores [B, H, N, S]
     scale: float,
 ) -> torch.Tensor:
     """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
@@ -202,8 +202,13 @@ def _products(
     # above 65,504.
     power = min(1.0, 2.0 ** math.floor(math.log2(scale)))
     queries = merge_heads(query.view(batch, kv_heads, groups, count, -1).transpose(2, 3)) * power
-    masked = merge_heads(~attn_mask[:, :, :, None].expand(batch, kv_heads, count, groups, rows))
     scores = queries.bmm(key.flatten(0, 1).transpose(1, 2)).float() * (scale / power)
-    weights = scores.masked_fill(masked, float("-inf")).softmax(-1).to(value.dtype)
+    if attn_mask.is_floating_point():
+        bias = attn_mask.view(batch, kv_heads, groups, count, rows)
+        scores = scores + merge_heads(bias.transpose(2, 3))
+    else:
+        seen = attn_mask[:, :, :, None].expand(batch, kv_heads, count, groups, rows)
+        scores = scores.masked_fill(merge_heads(~seen), float("-inf"))
+    weights = scores.softmax(-1).to(value.dtype)
     values = weights.bmm(value.flatten(0, 1)).view(batch, kv_heads, count, groups, -1)
     return values.transpose(2, 3).reshape(batch, heads, count, -1)

@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 
 DOMAIN = "outrider"
+IMPLEMENTATION = "outrider"  # our name in Transformers' interfaces
 OPSET = 24  # ONNX's, for graphs and for the bodies of the functions
 HEADER = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}]>'  # of functions that call none of ours
 

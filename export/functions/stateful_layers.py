@@ -1,23 +1,17 @@
 """Route Transformers' layers that carry a state to the functions of recurrence.py.
 
 Such a layer asks its cache for the state, and calls a function by its name in the layer's module.
-While a model is traced, both are replaced by ours.
+While a model is traced, both are replaced by ours (see replaced.py).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-
-from . import complex_numbers
 
 
 class UnsupportedArchitecture(Exception):
@@ -154,17 +148,3 @@ class StateCache:
 
     def _recur(self, state_index: int, inputs: RecurrenceInputs) -> torch.Tensor:
         raise NotImplementedError
-
-
-@contextmanager
-def patched_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, the model's layers call our functions instead of Transformers', which are
-    found by name, and real tensors stand for complex ones."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    with ExitStack() as replaced:
-        for module in modules:
-            for name in REPLACEMENTS.keys() & vars(module).keys():
-                replaced.enter_context(patch.object(module, name, REPLACEMENTS[name]))
-        for name, function in complex_numbers.REPLACEMENTS.items():
-            replaced.enter_context(patch.object(torch, name, function))
-        yield

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
-from ..decoder import IMPLEMENTATION
 from ..formats.packed import Lazy
+from ..functions.own import IMPLEMENTATION
 from ..loading import prepare, read_weights, release_memory
 from .experts import are_experts
 from .layers import Table

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..decoder import IMPLEMENTATION
 from ..encoder import arguments
+from ..functions.own import IMPLEMENTATION
 from .blocks import BLOCK, Bits, Quantised, Rows, quantise8, quantise_rows, recover, size_in_bytes
 from .costs import NoCosts, choose_costliest, costs
 from .experts import QuantisedExperts, are_experts

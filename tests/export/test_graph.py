@@ -27,7 +27,7 @@ from export import graph as simplified
 from export.checkpoint import find
 from export.decoder import Decoder, Example, example_caches
 from export.functions import attention, recurrence
-from export.functions.stateful_layers import patched_layers
+from export.functions.replaced import patched_layers
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine

@@ -40,10 +40,11 @@ LOWERED_ARCHITECTURES = cases(
      "whisper"],
     [
         "phi3", "phi3-longrope", "opt", "gemma3", "gemma3n", "gpt-oss", "deepseek3", "gpt-neox",
-        "cohere", "stablelm", "olmo2", *(name for name in WITH_ENCODER if name != "t5"),
+        "cohere", "stablelm", "olmo2", "bloom", "codegen", "falcon", "gpt-neo", "mpt", "xglm",
+        *(name for name in WITH_ENCODER if name != "t5"),
     ],
 )  # fmt: skip
-ROTATED_BY_OTHER_NODES = {"gpt-neox", "cohere", "deepseek3"}
+ROTATED_BY_OTHER_NODES = {"gpt-neox", "cohere", "deepseek3", "codegen", "falcon"}
 TOO_WIDE = {"head_dim": 520}  # wider than the operator supports
 # Experts and a fourth layer double the tracing time and add no new kind of attention.
 SMALL_GEMMA4 = {

@@ -60,10 +60,8 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("falcon", OUTSIDE),
-        ("bloom", OUTSIDE),
-        ("gptj", OUTSIDE),
-        ("xglm", OUTSIDE),
+        ("roformer", OUTSIDE),
+        ("falcon-rw", "its ALiBi differs between Transformers' implementations"),
         ("llama4", "its attention takes positions from the length of the cache"),
         ("mamba", "it keeps its state outside Transformers' cache"),
         ("bigbird-pegasus", "its encoder uses sparse attention for long sources"),

@@ -35,14 +35,18 @@ GAMMAS = (0, 1, 2, 4, 8)
 
 # One of each kind of decoder: tied and grouped; a window; biases; norms of queries and keys; soft
 # caps and mixed windows; packed products and learned positions; experts; positions of three
-# numbers; a recurrent state. The others resemble one of them.
-FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl", "qwen3.5"]
+# numbers; a recurrent state; ALiBi. The others resemble one of them.
+FAST = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl", "qwen3.5",
+    "mpt",
+]  # fmt: skip
 SLOW = [
     "llama3", "gemma3", "gemma4", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi",
     "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2",
-    "qwen3-moe", "deepseek2", "deepseek3", "phi-moe", "gpt-oss", "lfm2", "granite4",
+    "qwen3-moe", "deepseek2", "deepseek3", "phi-moe", "gpt-oss", "lfm2", "granite4", "bloom",
+    "codegen", "falcon", "falcon-40b", "gpt-neo", "gpt-neox-japanese", "gptj", "xglm",
 ]  # fmt: skip
-COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gemma4", "gpt2", "gpt-oss"]
+COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gemma4", "gpt2", "gpt-oss", "mpt"]
 SLIDING = ["mistral", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"]
 
 

@@ -25,8 +25,8 @@ from workshop import Workshop
 
 from export import part
 from export.checkpoint import find
-from export.decoder import IMPLEMENTATION
 from export.encoder import arguments
+from export.functions.own import IMPLEMENTATION
 from export.loading import first_token, load
 from export.part import PartRequest
 from export.weights import feedback, inputs, layers
@@ -354,6 +354,14 @@ def test_a_layer_that_does_more_than_multiply_is_left() -> None:
     found = quantise_model(model, 8)
     assert "model.layers.0.self_attn.o_proj.weight" not in found
     assert "model.layers.1.self_attn.o_proj.weight" in found
+
+
+def test_falcons_own_kind_of_linear_layer_is_quantised(workshop: Workshop) -> None:
+    """Fault: only its embeddings and its output matrix would be."""
+    model = load(find(str(workshop.checkpoint("falcon"))), torch.float32)
+    matrices = {name for name, weight in model.named_parameters() if weight.dim() == 2}
+    assert quantise_model(model, 8).keys() == matrices
+    assert len(matrices) > 2 * 4
 
 
 def test_experts_of_half_precision_stay_as_they_are() -> None:

@@ -194,14 +194,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, num_local_experts=0,
         shared_intermediate_size=96,
     ),
-    # Architectures that the exporter refuses.
-    "falcon": _gpt(transformers.FalconConfig, **_SIZES),
-    "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
+    # Layers older than Transformers' attention interface.
+    "bloom": _gpt(
+        transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4, tie_word_embeddings=False
+    ),
+    "codegen": _gpt(transformers.CodeGenConfig, **_GPT2, rotary_dim=8),
+    "falcon": _gpt(transformers.FalconConfig, **_LONG),
+    "falcon-40b": _gpt(
+        transformers.FalconConfig, **_LONG, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "gpt-neo": _gpt(
+        transformers.GPTNeoConfig, hidden_size=64, num_layers=2, num_heads=4, window_size=WINDOW,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=CONTEXT,
+    ),
+    "gpt-neox-japanese": _gpt(
+        transformers.GPTNeoXJapaneseConfig, **_LONG, intermediate_multiple_size=2
+    ),
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
+    "mpt": _gpt(
+        transformers.MptConfig, d_model=64, n_layers=2, n_heads=4, expansion_ratio=2,
+        max_seq_len=CONTEXT,
+    ),
     "xglm": _gpt(
         transformers.XGLMConfig, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=CONTEXT, tie_word_embeddings=False,
     ),
+    # Architectures that the exporter refuses.
+    "falcon-rw": _gpt(transformers.FalconConfig, **_SIZES, alibi=True),
+    "roformer": _gpt(transformers.RoFormerConfig, **_LONG, intermediate_size=96, is_decoder=True),
     "llama4": _llama(
         transformers.Llama4TextConfig, head_dim=16, intermediate_size_mlp=96, num_local_experts=4,
         attention_chunk_size=16, no_rope_layers=[1, 0],
@@ -250,8 +270,8 @@ WHISPER = {
     "max_initial_timestamp_index": 3, "prev_sot_token_id": 248, "max_length": CONTEXT,
 }  # fmt: skip
 NO_GRAPH = {
-    "falcon", "bloom", "gptj", "xglm", "llama4", "mamba", "speech-to-text", "bigbird-pegasus",
-    "bert", "bart-alone", "longt5", "xlnet", "jamba",
+    "falcon-rw", "roformer", "llama4", "mamba", "speech-to-text", "bigbird-pegasus", "bert",
+    "bart-alone", "longt5", "xlnet", "jamba",
 }  # fmt: skip
 RECURRENT = ["qwen3.5", "lfm2", "granite4"]
 WITH_ENCODER = [
@@ -328,7 +348,7 @@ def write(
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 # Layers outweigh the embeddings, so that the output depends on the whole context.
-                inner = any(part in path for part in (".layers.", ".h.", ".block."))
+                inner = any(part in path for part in (".layers.", ".h.", ".block.", ".blocks."))
                 size = 0.1 if parameter.dim() < 2 else 0.3 if inner else 0.15
                 parameter.add_(torch.randn_like(parameter), alpha=size)
             torch.manual_seed(seed + 1)

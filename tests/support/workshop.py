@@ -195,8 +195,8 @@ class Workshop:
     def example(self, name: str) -> Path:
         """The example checkpoint of this architecture; one layer where all layers are alike."""
         layers = ({"n_layer": 1} if name == "gpt2" else SMALL) if name in ONE_LAYER else {}
-        # Seed 0 happens to make a Granite that repeats itself.
-        return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
+        # Seed 0 happens to make a BLOOM and a Granite that repeat themselves.
+        return self.checkpoint(name, seed=1 if name in ("bloom", "granite") else 0, **layers)
 
     def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
         """The folder that `python -m export` writes. options: those of `export.pair.export`; the

@@ -123,7 +123,7 @@ def _uninitialised_model(shape: Shape, length: int) -> Any:
     import torch
     import transformers
 
-    from export.decoder import IMPLEMENTATION
+    from export.functions.own import IMPLEMENTATION
 
     library: Any = transformers
     logging.getLogger("transformers").setLevel(logging.ERROR)
