@@ -68,6 +68,10 @@ def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
     found = policies.summarise(texts, 2)
     assert found["best"] == 2 and found["speeds"]["2"] == found["speeds"]["auto"] > 1
     assert found["auto_of_best"] == 1 and found["noise"] == 0
+    differing = [texts[0], {**texts[1], "auto": texts[1]["1"]}]
+    near = runs.measured_speedup(differing, "auto", "2")
+    error = policies.summarise(differing, 2)["auto_of_best_error"]  # absolute, for "a ± b"
+    assert error == pytest.approx(near.total * near.error, rel=1e-3) and near.total < 0.8
     worse = policies.speed_loss(texts, "transformers")
     assert worse == pytest.approx(1 - found["speeds"]["1"], rel=1e-3)
     loads = {"some": {**found, "auto_of_best": 0.94, "noise": 0.03}, policies.ALL: found}

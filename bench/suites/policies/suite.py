@@ -126,7 +126,7 @@ def summarise(texts: TextRuns[str], max_gamma: int) -> dict[str, Any]:
         "speeds": {name: rounded(speed) for name, speed in speeds.items()},
         "best": int(best),
         "auto_of_best": rounded(near.total),
-        "auto_of_best_error": rounded(near.error),
+        "auto_of_best_error": rounded(near.total * near.error),
         "noise": rounded(measured_speedup(texts, PLAIN_REPEAT, PLAIN).error),
         "alpha": rounded(drafting.acceptance_rate),
         "lost": rounded(runs.disturbance(texts)),
