@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import re
+import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -96,6 +97,8 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     If the system raises any error, the answer is `Unavailable`.
     """
     os.dup2(2, 1)  # stdout belongs to the suite, and libraries may print
+    # A terminal sends Ctrl-C to every process; the suite reports it, so the worker ends silently.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     facts: dict[str, Any] = {}
     try:
         module, kind = SYSTEMS[name].worker.split(".")

@@ -7,7 +7,9 @@ them.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +148,15 @@ def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
     assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # still usable
     with pytest.raises(ValueError, match="twice"):  # a prefix cache would distort the times
         transformers.generate(Request([PROMPTS[1]], 2))
+
+
+def test_ctrl_c_ends_a_worker_without_a_traceback(pair, tmp_path, capfd):
+    """A terminal sends it to the workers too."""
+    with Peer("transformers", pair[0], work=tmp_path) as peer:
+        os.kill(peer._process.pid, signal.SIGINT)
+        with pytest.raises(Unavailable, match="ended with SIGINT"):
+            peer.generate(Request([PROMPTS[0]], 2))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # Times
