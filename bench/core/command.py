@@ -32,13 +32,13 @@ from .table import PAGE_WIDTH, Table, insert_tables
 Results = Mapping[str, Any]
 
 
-def check_writable(folder: Path) -> None:
-    """Check, before anything is measured, that `folder` can be written. Raises
-    OutriderError("disk") if it cannot."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Check, before anything is measured, that `folder` can be written. option: the one that names
+    it. Raises OutriderError("disk") if it cannot."""
     above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         cause = f"{above} is not a writable folder"
-        raise OutriderError("disk", cause, "Choose another --out.")
+        raise OutriderError("disk", cause, f"Choose another {option}.")
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,9 @@ class Suite:
 
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
-        if args.out is not None:
-            check_writable(args.out)
+        for name in "out", "work":
+            if (folder := getattr(args, name, None)) is not None:
+                check_writable(folder, f"--{name}")
         document = None if args.update is None else read_text(args.update, str(args.update))
         if args.threads > max_threads():
             remedy = f"Use 1 to {max_threads()}."

@@ -203,6 +203,10 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
         assert SUITE.main([*options, "--work", str(tmp_path)]) == EXIT_STATUS["option"]
         assert cause in error_line(capsys.readouterr().err, "option")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert SUITE.main(["--work", str(tmp_path / "file" / "deeper")]) == EXIT_STATUS["disk"]
+    error = capsys.readouterr().err
+    assert "not a writable folder" in error_line(error, "disk") and "another --work" in error
 
 
 @pytest.fixture
