@@ -37,7 +37,7 @@ from bench.suites.side.tables import BASE, MIXED, figures_of, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, StepsRequest, Text, Unavailable
 from models.corpus import Corpus
-from runtime.files.errors import EXIT_STATUS
+from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.gamma.costs import RoundCosts
 from runtime.theory.formulas import speedup
 
@@ -267,6 +267,24 @@ def test_checkpoints_of_ones_own(
     short = workshop.checkpoint("llama")
     assert SUITE.main(["--model", str(short), *where]) == EXIT_STATUS["option"]
     assert "longer than the model's 256" in capsys.readouterr().err
+
+
+def test_a_run_that_measured_nothing_ends_with_the_reason(
+    side: SideRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each system is started once."""
+    started = []
+
+    def fail(name: str, target: Path, **options: Any) -> None:
+        started.append(name)
+        raise Unavailable("the disk is full")
+
+    monkeypatch.setattr(measuring, "Peer", fail)
+    prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
+    works = [single_jobs(QUICK, prompts, chosen), batch_jobs(QUICK, prompts, chosen)]
+    with pytest.raises(OutriderError, match="measured: outrider int4 failed"):
+        run(side, chosen, works, prompts.completion(128))
+    assert started == ["outrider"]
 
 
 def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,9 @@ class SideRun:
         (docs/LOG.md). So the first worker is started twice, and its first process is not used.
         """
         peers: dict[str, Peer] = {}
-        with suppress(Unavailable):
-            stack.enter_context(self.start(chosen[0], slots=slots))
+        if (first := chosen[0]).worker not in self.missing:
+            with self.record_unavailable(first.worker):
+                stack.enter_context(self.start(first, slots=slots))
         for system in chosen:
             if system.worker not in peers and system.worker not in self.missing:
                 self.clock.note(f"starting {system.worker}")

@@ -129,6 +129,9 @@ def run(
     for _ in range(5):
         reader()
     cells = [cell for jobs in job_groups if jobs for cell in side.measure(jobs, reader)]
+    if side.missing and not any(row for cell in cells for row in cell["rows"]):
+        cause = f"nothing could be measured: {', '.join(side.missing)} failed"
+        raise OutriderError("backend", cause, "See the reasons above.")
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA,
         "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
