@@ -114,7 +114,10 @@ class TransformersWorker:
             .from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
             .eval()
         )
-        model.generation_config.eos_token_id = None  # so that no text ends early
+        own = model.generation_config
+        own.eos_token_id = None  # so that no text ends early
+        # A checkpoint may name these too; no other system would apply them. Requests name the rest.
+        own.repetition_penalty = own.min_p = None
         if config.is_encoder_decoder:
             self._time_encoder(model.get_encoder())
         return model

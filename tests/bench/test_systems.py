@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -112,6 +113,15 @@ def test_transformers_draws_by_the_seed(transformers, plain, mode):
     one, other, again = (_tokens(transformers, mode, seed) for seed in (1, 2, 1))
     assert one == again
     assert one != other and one != [tokens[:16] for tokens in plain]
+
+
+def test_transformers_applies_no_filters_of_the_checkpoint_s_own(pair, plain, tmp_path):
+    checkpoint = shutil.copytree(pair[0], tmp_path / "own")
+    filters = {"do_sample": True, "repetition_penalty": 2.0, "min_p": 0.9}
+    (checkpoint / "generation_config.json").write_text(json.dumps(filters))
+    with Peer("transformers", checkpoint, work=tmp_path) as peer:
+        assert [text.tokens for text in _texts(peer, "plain")] == plain
+        assert _tokens(peer, "plain", 1) != [tokens[:16] for tokens in plain]
 
 
 def test_transformers_decodes_texts_together(transformers):
