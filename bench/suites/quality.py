@@ -24,7 +24,7 @@ from ..core.table import Table
 from ..systems import SYSTEMS, gguf
 
 LENGTH = 128
-QuantisedModel = tuple[str, Any, int]  # name, model, size of its matrices in bytes
+QuantisedModel = tuple[str, Any, float]  # name, model, bits per weight of its matrices
 
 
 def bits_per_weight(text: str) -> float:
@@ -70,10 +70,10 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     if missing is None:
         ways.append(llamacpp_models(checkpoint.path, clock))
     try:
-        for name, model, size in chain(*ways):
+        for name, model, bits in chain(*ways):
             texts = zip(full_logits, logits(model, ids), ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
-            rows[name] = {"bits": 8 * size / count, **asdict(found)}
+            rows[name] = {"bits": bits, **asdict(found)}
     except gguf.ConversionError as error:
         missing = str(error)
     return {"machine": machine.describe(args.threads), "checkpoint": checkpoint.source,
@@ -88,16 +88,16 @@ def outrider_models(
     import torch
 
     from export.loading import load
-    from export.weights.blocks import Bits
+    from export.weights import blocks
     from export.weights.whole import quantise_model
 
-    kinds: list[tuple[str, Bits, float | None]] = [("int8", 8, None), ("int4", 4, None)]
+    kinds: list[tuple[str, blocks.Bits, float | None]] = [("int8", 8, None), ("int4", 4, None)]
     kinds += [(f"int4, BITS={most:g}", 4, most) for most in bits]
     for name, each, most in kinds:
         clock.note(name)
         model = load(checkpoint, torch.float32)
         found = quantise_model(model, each, calibration, max_bits=most)
-        yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
+        yield f"Outrider {name}", model, blocks.bits_per_weight(found.values())
         del model
 
 
@@ -117,7 +117,8 @@ def llamacpp_models(checkpoint: Path, clock: Clock) -> Iterator[QuantisedModel]:
             gguf.quantize(whole, file, name, torch.get_num_threads())
             model = load(find(str(file)), torch.float32)
             vectors = sum(4 * p.numel() for p in model.parameters() if p.dim() < 2)
-            yield f"llama.cpp {name}", model, file.stat().st_size - vectors
+            matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+            yield f"llama.cpp {name}", model, 8 * (file.stat().st_size - vectors) / matrices
             del model
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from workshop import Workshop
 
+from bench.core.clock import Clock
 from bench.core.pair import DRAFT
-from bench.suites.quality import SUITE
+from bench.suites.quality import SUITE, outrider_models
 from bench.systems import SYSTEMS
+from export.checkpoint import find
 
 
 def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
@@ -20,3 +23,10 @@ def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
     assert 4.5 < four["bits"] < eight["bits"] == pytest.approx(8.5, abs=0.01)
     if missing := SYSTEMS["llama.cpp"].missing_reason():
         assert f"llama.cpp: {missing}." in output
+
+
+def test_bits_are_those_of_the_matrices_that_are_quantised(workshop: Workshop) -> None:
+    """GPT-2's table of positions is not."""
+    checkpoint = find(str(workshop.checkpoint("gpt2")))
+    _, _, bits = next(outrider_models(checkpoint, None, [], Clock()))
+    assert 8.5 <= bits < 9
