@@ -16,6 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from runtime.files.errors import refuse_first
+
 from ..core import machine
 from ..core.clock import Clock
 from ..core.command import Results, Suite
@@ -58,6 +60,10 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     checkpoint = find(args.model)
+    refuse_first([
+        (checkpoint.has_encoder, f"{checkpoint.source} is an encoder-decoder, which needs a source",
+         "Choose a --model without an encoder."),
+    ])  # fmt: skip
     full = load(checkpoint, torch.float32)
     count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
     clock.note("generating texts with the full model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from commands import error_line
 from workshop import Workshop
 
 from bench.core.clock import Clock
@@ -12,6 +13,7 @@ from bench.core.pair import DRAFT
 from bench.suites.quality import SUITE, outrider_models
 from bench.systems import SYSTEMS
 from export.checkpoint import find
+from runtime.files.errors import EXIT_STATUS
 
 
 def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
@@ -30,3 +32,10 @@ def test_bits_are_those_of_the_matrices_that_are_quantised(workshop: Workshop) -
     checkpoint = find(str(workshop.checkpoint("gpt2")))
     _, _, bits = next(outrider_models(checkpoint, None, [], Clock()))
     assert 8.5 <= bits < 9
+
+
+def test_encoder_decoders_are_refused(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SUITE.main(["--model", str(workshop.checkpoint("t5"))]) == EXIT_STATUS["option"]
+    assert "is an encoder-decoder" in error_line(capsys.readouterr().err, "option")
