@@ -152,6 +152,7 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
         "at least 5",
         "at least 94 %",
         "±1,000 (used in the paper for speech)",
+        "\nexact: share of bandwidth ",
     ):
         assert text in output
     results = json.loads(output.splitlines()[-1])

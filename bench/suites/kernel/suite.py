@@ -138,6 +138,7 @@ def tables(results: Results) -> list[Table]:
         for call, name in CALLS.items()
         if call not in (BLOCK, FUNCTION_ONLY)
     ]
+    named = [(key, f"{name}: share of bandwidth", spec) for key, name, spec in shares]
     columns = [
         *sizes,
         ("accepted by token", "accepted, exact", ",.1f"),
@@ -158,7 +159,7 @@ def tables(results: Results) -> list[Table]:
         points_table(memory, points, [*sizes, *shares], "bandwidth"),
         rules_table(results),
         goals_table(points),
-        ranges_table(f"Ranges over all {len(points)} sizes", points, [SPEEDUP, *SAVED, *shares]),
+        ranges_table(f"Ranges over all {len(points)} sizes", points, [SPEEDUP, *SAVED, *named]),
     ]
 
 
