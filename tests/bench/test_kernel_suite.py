@@ -139,7 +139,7 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
         (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
         (times, "SLOTS_PER_SAMPLE", 2), (suite, "GOAL", (2_048, 2, 1)),
         (suite, "SIZES", [(2_048, 2, 1), (1_024, 2, 1)]), (suite, "BATCHES", [(1_024, 2, 4)]),
-        (suite, "load", lambda *_, **__: None),
+        (suite, "load_pair", lambda *_: None),
         (suite, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -19,10 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from runtime.bundle import load
-
 from ...core.clock import MIN_SAMPLES, Clock
 from ...core.command import Results, Suite, bundle_option
+from ...core.runs import load_pair
 from ...core.table import Column, Table, make_table
 from . import times
 from .rounds import RULES
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """Measure everything; returns the JSON object: alpha and beta on a bundle of the bundled pair,
     and the rules at all sizes, with --quick only at the size `GOAL`."""
     clock.note("alpha and beta on the bundled pair")
-    engine = load(args.engines, threads=args.threads, verify=False)
+    engine = load_pair(args.engines, args.threads)
     documents = list(held_out_logits(engine, QUICK_DOCUMENTS if args.quick else DOCUMENTS))
     jobs = [(list(RULES), size) for size in ([GOAL] if args.quick else SIZES)]
     if not args.quick:
