@@ -23,6 +23,7 @@ from runtime.files.errors import (
     refuse_first,
     run_command,
 )
+from runtime.files.folders import replacing
 from runtime.files.texts import read_text
 
 from . import machine
@@ -105,18 +106,19 @@ class Suite:
         heading, tables = self.heading(results), self.tables(results)
         print("\n".join([heading, "", *(table.text() for table in tables)]))
         line = json.dumps(results, separators=(",", ":"))
+        if not sys.stdout.isatty():  # before files are written, as that may fail
+            print(line, flush=True)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             blocks = (table.text(markdown=True) for table in tables)
             page = "\n".join([textwrap.fill(heading, PAGE_WIDTH), "", *blocks])
-            (args.out / f"{self.name}.json").write_text(line + "\n")
-            (args.out / f"{self.name}.md").write_text(page)
-        if not sys.stdout.isatty():
-            print(line, flush=True)
+            for suffix, text in ("json", line + "\n"), ("md", page):
+                with replacing(args.out / f"{self.name}.{suffix}") as new:
+                    new.write_text(text)
         if document is not None:  # last, so that a missing place loses no other output
-            args.update.write_text(
-                insert_tables(document, (table for table in tables if table.name))
-            )
+            document = insert_tables(document, (table for table in tables if table.name))
+            with replacing(args.update.resolve()) as new:
+                new.write_text(document)
         return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import error_line
+from commands import error_line, limited_files
 from scipy.stats import linregress
 
 from bench import __main__ as command_line
@@ -341,6 +341,24 @@ def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
     page.write_text("<!-- made-up-3 -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == 0
     assert "| 1 |" in page.read_text()
+
+
+def test_a_full_disk_leaves_files_as_they_were_and_costs_no_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- t -->\n<!-- end -->\n")
+    named = replace(
+        SUITE, tables=lambda results: [Table("t", ["a"], [["1"]], name="t")], table_prefixes=("t",)
+    )
+    for suite, options in ((SUITE, ["--out", str(tmp_path)]), (named, ["--update", str(page)])):
+        with limited_files(10):
+            assert suite.main(options) == EXIT_STATUS["disk"]
+        streams = capsys.readouterr()
+        assert json.loads(streams.out.splitlines()[-1])["value"] == 3.0
+        assert "File too large" in error_line(streams.err, "disk")
+    assert [*tmp_path.iterdir()] == [page]
+    assert page.read_text() == "<!-- t -->\n<!-- end -->\n"
 
 
 def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
