@@ -271,6 +271,7 @@ def test_other_code_in_a_subfolder_makes_another_graph(
 PEAK = """
 import sys, threading
 from pathlib import Path
+sys.modules["triton"] = None  # torch maps 70 MB of it where it is installed, for GPUs
 import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
 from export.weights import quality
 
