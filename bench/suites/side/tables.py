@@ -254,8 +254,9 @@ def heading(results: Results) -> str:
         models = f"a pair of shape {models}, requested acceptance rate {pair['alpha_wanted']:g}"
     return (
         f"{summary_line(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory is "
-        f"read at {rate / 1e9:.1f} GB/s; the floor of a token is the time to read the weights and "
-        "the cache of its round at that rate. Ratios are computed prompt by prompt; the median is "
-        "given. * other processes took over 2 % of the time of most texts: do not quote ratios to "
-        "or of such rows, because systems lose very different shares of their speed."
+        f"read at {rate / 1e9:.1f} GB/s; the floor of a token is the time to read all weights and "
+        "the cache of its round at that rate: less is read of mixtures of experts, of embeddings "
+        "that are not tied, and of caches with windows. Ratios are computed prompt by prompt; the "
+        "median is given. * other processes took over 2 % of the time of most texts: do not quote "
+        "ratios to or of such rows, because systems lose very different shares of their speed."
     )
