@@ -41,7 +41,12 @@ from .functions.stateful_layers import UnsupportedArchitecture
 # One position beyond the original context changes these embeddings for all slots of a call.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 OWN_ATTENTION = "its attention does not go through Transformers' attention interface"
-_UNUSED = ".attn.masked_bias"  # a constant in old files of GPT-2
+# Causal masks and tables of positions, which Transformers computes and stored in old files.
+_UNUSED = (
+    ".attn.bias", ".attn.masked_bias", ".attn.causal_mask",  # GPT-J, GPT-2, CodeGen
+    ".attn.attention.bias", ".attn.attention.masked_bias",  # GPT-Neo
+    ".embed_positions.weights",  # XGLM
+)  # fmt: skip
 # What formats of quantised weights store beside or instead of a matrix, by the end of its name.
 _QUANTISED = {
     "qweight", "qzeros", "scales", "weight_scale", "weight_scale_inv", "weight_packed", "absmax",

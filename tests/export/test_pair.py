@@ -138,15 +138,32 @@ def test_the_whole_model_says_where_texts_end(tmp_path: Path, text_eos: int | No
 
 
 def test_weights_that_need_not_be_there(tmp_path: Path) -> None:
-    """Pegasus' sinusoids, which Transformers computes, and a constant in old GPT-2 files."""
-    sines, constant = "model.decoder.embed_positions.weight", "transformer.h.0.attn.masked_bias"
-    pegasus, gpt2 = write(tmp_path / "pegasus", "pegasus"), write(tmp_path / "gpt2", "gpt2")
+    """Pegasus' sinusoids, which Transformers computes."""
+    sines = "model.decoder.embed_positions.weight"
+    pegasus = write(tmp_path / "pegasus", "pegasus")
     edit_weights(pegasus, lambda w: w.pop(sines))
-    edit_weights(gpt2, lambda w: w.update({constant: torch.tensor(-1e4)}))
     model = loading.load(checkpoint.find(str(pegasus)), torch.float32)
     table = model.get_submodule(sines.removesuffix(".weight"))
     assert torch.equal(table.weight, table.create_weight())
-    loading.load(checkpoint.find(str(gpt2)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("gpt2", ["h.0.attn.bias", "h.0.attn.masked_bias"]),
+        ("gptj", ["h.0.attn.bias", "h.0.attn.masked_bias"]),
+        ("gpt-neo", ["h.0.attn.attention.bias", "h.0.attn.attention.masked_bias"]),
+        ("codegen", ["h.0.attn.causal_mask"]),
+        ("xglm", ["embed_positions.weights"]),
+    ],
+)
+def test_computed_tensors_in_old_files(tmp_path: Path, name: str, stored: list[str]) -> None:
+    """Fault: GPT-J, GPT-Neo and CodeGen as they lie on the hub had weights that are not theirs."""
+    base = "model" if name == "xglm" else "transformer"
+    folder = write(tmp_path / name, name)
+    computed = {f"{base}.{key}": torch.full((1, 1, 4, 4), -1e4) for key in stored}
+    edit_weights(folder, lambda weights: weights.update(computed))
+    loading.load(checkpoint.find(str(folder)), torch.float32)
 
 
 def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: Path) -> None:
