@@ -101,7 +101,10 @@ def _falcon(
 ) -> Output:
     if alibi is not None:  # its eager attention adds the bias twice, the default one once
         raise UnsupportedArchitecture("its ALiBi differs between Transformers' implementations")
-    split = layer._split_heads(layer.query_key_value(hidden_states))  # [B, N, H, D]
+    # Not by its own method, which repeats keys and values for each head that reads them.
+    sizes = (layer.num_kv_heads, -1, layer.head_dim)
+    mixed = layer.query_key_value(hidden_states).unflatten(2, sizes)  # [B, N, Hkv, H / Hkv + 2, D]
+    split = mixed[:, :, :, :-2].flatten(2, 3), mixed[:, :, :, -2], mixed[:, :, :, -1]
     query, key, value = (heads.transpose(1, 2) for heads in split)
     query, key = _function(layer, "apply_rotary_pos_emb")(query, key, *position_embeddings)
     key, value = layer_past.update(key, value, layer.layer_idx)

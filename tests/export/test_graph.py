@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, write_any
+from checkpoints import VOCAB_SIZE, write, write_any
 from commands import CHECKOUT, limited_files
 from exported import LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, random_ids, type_of
 from rounds import cases
@@ -231,6 +232,36 @@ def test_a_model_that_computes_the_logits_of_all_positions(tmp_path: Path) -> No
     with torch.no_grad():
         logits, *_ = Decoder(model, None)(ids, torch.zeros(2, dtype=torch.int64), index, *rows)
     torch.testing.assert_close(logits, every[:, index])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "kv_heads"),
+    [
+        ("bloom", {"n_head": 6, "hidden_size": 96}, 6),
+        ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False}, 4),
+        ("falcon-40b", {"bias": True, "num_ln_in_parallel_attn": 1}, 2),
+        ("gpt-neo", {"attention_types": [[["local"], 2]]}, 4),
+        ("mpt", {"n_heads": 6, "d_model": 96}, 6),
+        ("mpt", {"attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.5}}, 4),
+        ("xglm", {"scale_embedding": False, "attention_heads": 1}, 1),
+    ],
+)
+def test_options_of_older_layers(
+    tmp_path: Path, name: str, overrides: dict[str, Any], kv_heads: int
+) -> None:
+    """As the decoder computes them in torch, in two calls. Fault: Falcon's caches had a row for
+    each head, 16 times those of its checkpoint of 40 B."""
+    checkpoint, ids = find(str(write(tmp_path, name, **overrides))), random_ids(2, 30)
+    model = load(checkpoint, torch.float32)
+    shapes = cache_shapes(model, checkpoint)
+    assert [heads for heads, _ in shapes.keys + shapes.values] == [kv_heads] * 2 * LAYERS
+    rows = [example_caches(side, 40, torch.float32) for side in (shapes.keys, shapes.values)]
+    index, calls = torch.arange(15), []
+    for start in (0, 15):
+        part, position = torch.from_numpy(ids[:, start : start + 15]), torch.tensor([start, start])
+        with torch.no_grad():
+            calls.append(Decoder(model, 256)(part, position, index, *rows)[0])
+    np.testing.assert_allclose(torch.cat(calls, 1), eager(tmp_path, ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(
