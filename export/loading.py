@@ -367,6 +367,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         raise checkpoint.refused("its source and its output have vocabularies of different sizes")
     if getattr(checkpoint.text_config, "attn_temperature_tuning", False):  # Llama 4
         raise checkpoint.refused("its attention takes positions from the length of the cache")
+    if ignored := older_layers.ignored_field(checkpoint.config):
+        raise checkpoint.refused(f"Transformers ignores {ignored} in its config.json")
     text, source = RecordingCache(), RecordingCache()
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[0, 1], [0, 2]]),

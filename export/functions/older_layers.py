@@ -174,6 +174,22 @@ def simplify(model: torch.nn.Module) -> None:
             module.__class__ = torch.nn.Linear
 
 
+# Fields of MPT's configuration that its own code follows and Transformers ignores, with the values
+# that Transformers assumes.
+_ASSUMED = {
+    "alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False, "logit_scale": None,
+}  # fmt: skip
+
+
+def ignored_field(config: Any) -> str | None:
+    """A field and its value, if the checkpoint's model is not the one that Transformers runs."""
+    if config.model_type != "mpt":
+        return None
+    fields = {**vars(config.attn_config), "logit_scale": config.logit_scale}
+    differing = (name for name, assumed in _ASSUMED.items() if fields[name] != assumed)
+    return next((f"{name} = {fields[name]}" for name in differing), None)
+
+
 def are_in(model: torch.nn.Module) -> bool:
     """Whether the model has such layers, which take positions from its `position_ids` or mask."""
     return any(type(module).__name__ in REPLACEMENTS for module in model.modules())

@@ -82,6 +82,23 @@ def test_architectures_that_the_graph_cannot_express(
     assert kind.lower() in message.lower()
 
 
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("alibi = False", {"attn_config": {"alibi": False}}),
+        ("alibi_bias_max = 16", {"attn_config": {"alibi_bias_max": 16}}),
+        ("prefix_lm = True", {"attn_config": {"prefix_lm": True}}),
+        ("logit_scale = 0.5", {"logit_scale": 0.5}),
+    ],
+)
+def test_fields_that_transformers_ignores(
+    workshop: Workshop, refused: Refused, field: str, overrides: dict[str, Any]
+) -> None:
+    """Fault: MPT was exported with other slopes than it was trained with, without a word."""
+    odd = workshop.checkpoint("mpt", **overrides)
+    assert f"Transformers ignores {field}" in refused(odd, kind="architecture")
+
+
 def test_a_source_with_a_vocabulary_of_its_own(workshop: Workshop, refused: Refused) -> None:
     """Fault: the ids of a source were compared with the number of tokens of the output."""
     odd = workshop.checkpoint("marian", decoder_vocab_size=VOCAB_SIZE - 8)
