@@ -51,13 +51,16 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
     prefix_len, text = min(PREFIX, pair.max_len // 2), np.zeros(0, np.int64)
     sources = _sources(pair)
     results, digests_by_slots = [], []
+    # In float16, calls of one token run other kernels, which change the bits of so few tokens that
+    # they may agree on the text. So they are not compared, and nothing is promised for them.
+    least = 2 if pair.target.dtype == "float16" else 1
     for slots in (1, SLOTS):
         engine = _with_sources(open_engine(slots=slots), sources)
         if not len(text):
             text = sample_text(engine, pair.vocab_size, prefix_len, pair.max_len)
         replay_text = partial(replay, prefix_len=prefix_len)
         chunk, widest = engine.chunk, pair.max_gamma + 1
-        digests = replay_text(engine, text[None], {*range(1, widest + 1), PROMPT_WIDTH, chunk})
+        digests = replay_text(engine, text[None], {*range(least, widest + 1), PROMPT_WIDTH, chunk})
         widths, other_widths = _largest_agreeing_group(digests)
         compared = {1, 2, widest} & set(widths)  # plain steps and rounds that may be promised
         neighbours = True

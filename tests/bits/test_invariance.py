@@ -97,6 +97,18 @@ def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.Mon
     assert promised_bits(manifest, 3, 2).line() == f"bits: {promise}"
 
 
+def test_calls_of_one_token_are_not_trusted_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: they agreed on the measured text, and one token in ten differed in longer ones."""
+    monkeypatch.setattr(invariance, "host_engine", lambda _: FaultyEngine)
+    manifest = make_manifest(slots=3, max_len=2048)
+    target = dataclasses.replace(manifest.pair.target, dtype="float16")
+    manifest = dataclasses.replace(manifest, pair=dataclasses.replace(manifest.pair, target=target))
+    facts = measure(Path(), manifest)
+    assert facts.one.widths == facts.several.widths == WIDTHS[1:]
+    bits = promised_bits(dataclasses.replace(manifest, invariance=facts), 1, 2)
+    assert (bits.min_width, bits.same) == (2, ALL)
+
+
 def manifest_with(**invariance: Any) -> Manifest:
     calls = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
     facts = {"processor": processor(), "one": calls, "several": calls, "slots": True}
