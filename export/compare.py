@@ -102,6 +102,8 @@ def reference(
     """
     config, vocab_size = model.config.get_text_config(decoder=True), logits_width(model)
     window = getattr(config, "sliding_window", None) or 0
+    if "local" in getattr(config, "attention_layers", ()):  # of GPT-Neo
+        window = config.window_size
     length = 40 if not window or 2 * window + 8 > _MAX_TOKENS else max(40, 2 * window + 8)
     # Include distances beyond the farthest that has its own bias.
     length = max(

@@ -105,6 +105,18 @@ def test_a_lost_window_fails_the_build(
 
 
 @pytest.mark.parametrize(
+    ("kinds", "remark"), [(["local"], "; its window of 100 was not reached"), (["global"], "")]
+)
+def test_a_window_of_gpt_neo_is_known(workshop: Workshop, kinds: list[str], remark: str) -> None:
+    """Fault: it has another name, so texts were compared that were shorter than the window, and
+    nothing said so."""
+    options = {"attention_types": [[kinds, 2]], "window_size": 100}
+    found = checkpoint.find(str(workshop.checkpoint("gpt-neo", **options)))
+    reference = compare.reference(loading.load(found, torch.float32), 40)
+    assert reference.remark == remark
+
+
+@pytest.mark.parametrize(
     ("form", "value"),
     [("onnx", 0.0), ("onnx", 1.0), ("onnx", np.nan), ("onnx", np.inf), ("torch", 0), ("torch", 1)],
 )
