@@ -97,16 +97,22 @@ def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.Mon
     assert promised_bits(manifest, 3, 2).line() == f"bits: {promise}"
 
 
-def test_calls_of_one_token_are_not_trusted_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "widths", "promise"),
+    [("float16", WIDTHS[1:], (2, ALL)), ("bfloat16", WIDTHS[-2:], (1, ("thread count",)))],
+)
+def test_narrow_calls_are_not_trusted_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, widths: list[int], promise: tuple[int, Any]
+) -> None:
     """Fault: they agreed on the measured text, and one token in ten differed in longer ones."""
     monkeypatch.setattr(invariance, "host_engine", lambda _: FaultyEngine)
     manifest = make_manifest(slots=3, max_len=2048)
-    target = dataclasses.replace(manifest.pair.target, dtype="float16")
+    target = dataclasses.replace(manifest.pair.target, dtype=dtype)
     manifest = dataclasses.replace(manifest, pair=dataclasses.replace(manifest.pair, target=target))
     facts = measure(Path(), manifest)
-    assert facts.one.widths == facts.several.widths == WIDTHS[1:]
-    bits = promised_bits(dataclasses.replace(manifest, invariance=facts), 1, 2)
-    assert (bits.min_width, bits.same) == (2, ALL)
+    assert facts.one.widths == facts.several.widths == widths
+    bits = promised_bits(dataclasses.replace(manifest, invariance=facts), 1, 1)
+    assert (bits.min_width, bits.same) == promise
 
 
 def manifest_with(**invariance: Any) -> Manifest:
