@@ -198,9 +198,9 @@ def _products(
     def merge_heads(tensor: torch.Tensor) -> torch.Tensor:  # takes [B, Hkv, N, H / Hkv, ...]
         return tensor.reshape(batch * kv_heads, count * groups, -1)
 
-    # Apply the scale's power of two, which rounds nothing, before the product: float16 overflows
-    # above 65,504.
-    power = min(1.0, 2.0 ** math.floor(math.log2(scale)))
+    # Apply a power of two, which rounds nothing, before the product: float16 overflows above
+    # 65,504. At most the usual scale's, as GPT-Neo has none.
+    power = 2.0 ** math.floor(math.log2(min(scale, query.shape[3] ** -0.5)))
     queries = merge_heads(query.view(batch, kv_heads, groups, count, -1).transpose(2, 3)) * power
     scores = queries.bmm(key.flatten(0, 1).transpose(1, 2)).float() * (scale / power)
     if attn_mask.is_floating_point():

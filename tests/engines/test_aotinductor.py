@@ -390,12 +390,13 @@ def test_angles_are_no_matrix_product() -> None:
     torch.testing.assert_close(module(*given), expected)
 
 
-def test_products_that_float16_cannot_hold() -> None:
+@pytest.mark.parametrize("scale", [64**-0.5, 1.0])
+def test_products_that_float16_cannot_hold(scale: float) -> None:
     """Fault: if they are scaled only after the product they overflow, and the result is NaN."""
     queries, keys = torch.full((1, 4, 3, 64), 40.0).half(), torch.full((1, 2, 8, 64), 40.0).half()
     assert (queries[0, 0] @ keys[0, 0].T).isinf().all(), "control"
     values, seen = torch.randn(1, 2, 8, 64).half(), torch.ones(1, 1, 3, 8, dtype=torch.bool)
-    found = gpu_program._products(queries, keys, values, seen, 64**-0.5)
+    found = gpu_program._products(queries, keys, values, seen, scale)
     expected = values.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(1, 4, 3, 64)
     torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=0)
 
