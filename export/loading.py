@@ -292,15 +292,16 @@ def _freeze_rope(model: PreTrainedModel) -> None:
             rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             if "short_mscale" in rope:  # Phi-3.5 MoE chooses frequencies and scale in each call
                 module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
-                module.rope_init_fn = partial(_constant, (module.inv_freq, rope["short_mscale"]))
+                module.rope_init_fn = partial(_frequencies, module, rope["short_mscale"])
         elif isinstance(kind, dict):
             module.rope_type = {
                 layer: "default" if k in _LENGTH_DEPENDENT_ROPE else k for layer, k in kind.items()
             }
 
 
-def _constant(value: Any, _: object) -> Any:
-    return value
+def _frequencies(module: Any, scale: float, *_: object) -> tuple[torch.Tensor, float]:
+    """Read at each call: a tensor from outside a trace would be another constant of the program."""
+    return module.inv_freq, scale
 
 
 def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
