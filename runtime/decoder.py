@@ -71,27 +71,40 @@ class Decoder:
 
     def admit(self, request: Request) -> ActiveSequence:
         """Take a slot, prefill the target, and emit the first token, drawn from p alone."""
+        sequence = self.take_slot(request)
+        try:
+            while not self.prefill(sequence):
+                pass
+        except BaseException:
+            self.release(sequence)
+            raise
+        return sequence
+
+    def take_slot(self, request: Request) -> ActiveSequence:
+        """The first part of `admit`: a slot with the prompt's tokens, which `prefill` computes."""
         self.check(request)
         known = request.prompt[:1] if request.second_token_candidates else request.prompt
         slot = self.slots.acquire(known, request.source)
         try:
             sequence = ActiveSequence(request, slot)
+            slot.tokens.extend(request.prompt)
+            sequence.stats.reused_tokens = slot.target_len
         except BaseException:  # an interrupt
             self.slots.release(slot)
             raise
-        try:
-            sequence.slot.tokens.extend(request.prompt)
-            sequence.stats.reused_tokens = sequence.slot.target_len
-            first = self.rounds.start(sequence)
-            self._commit(sequence, first)
-            if sequence.error is not None:
-                raise sequence.error
-            stats = sequence.stats
-            stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
-        except BaseException:
-            self.release(sequence)
-            raise
         return sequence
+
+    def prefill(self, sequence: ActiveSequence) -> bool:
+        """Prefill one more chunk of the prompt; with the last one, emit the first token and return
+        True. Rounds of other sequences may run in between."""
+        if self.rounds.prefill_chunk(sequence):
+            return False
+        self._commit(sequence, self.rounds.start(sequence))
+        if sequence.error is not None:
+            raise sequence.error
+        stats = sequence.stats
+        stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
+        return True
 
     def release(self, sequence: ActiveSequence) -> None:
         """Free the slot. Its rows stay, for a later text that begins the same way."""

@@ -93,13 +93,24 @@ class HostRounds(Rounds):
     def kinds(self) -> frozenset[str]:
         return self.proposer.kinds
 
+    def prefill_chunk(self, sequence: ActiveSequence) -> bool:
+        slot, request = sequence.slot, sequence.request
+        end = slot.target_len + self.target.chunk
+        if end >= len(slot.tokens) or request.source:  # a source is encoded first
+            return False
+        self._clock.lap()
+        prefill(self._target, slot.index, slot.tokens[:end], slot.target_len)
+        slot.target_len = end
+        sequence.stats.time_prefill += self._clock.lap()["verify"]
+        return True
+
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
         self._clock.lap()
         sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
-        sequence.stats.time_prefill = self._clock.lap()["verify"]
+        sequence.stats.time_prefill += self._clock.lap()["verify"]
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)

@@ -150,6 +150,10 @@ class Rounds(Protocol):
     @abstractmethod
     def kinds(self) -> frozenset[str]: ...
 
+    def prefill_chunk(self, sequence: ActiveSequence) -> bool:
+        """Prefill the next chunk of the prompt, unless it is the last; returns whether it did."""
+        return False
+
     @abstractmethod
     def start(self, sequence: ActiveSequence) -> SlotResult:
         """Prefill the target with what it lacks of the prompt, and draw the first token."""

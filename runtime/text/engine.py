@@ -26,7 +26,7 @@ from .options import Options, Prompt, unknown_option
 from .requests import make_request
 from .results import Result
 from .shared_rounds import RoundSharer
-from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
+from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, Cancelled, SlotQueue
 from .speech import Transcription, WindowCallback, transcribe
 from .stream import Batch, Stream
 from .tokenizer import Tokenizer
@@ -178,21 +178,31 @@ class TextEngine:
         raises."""
         self.slot_queue.acquire(caller)
         try:
-            return self.enter(request)
+            return self.enter(caller, request)
         except BaseException:
             self.slot_queue.release(caller)
             raise
 
-    def enter(self, request: Request) -> ActiveSequence:
-        """Start the request in a slot that the caller has already taken."""
+    def enter(self, caller: Caller, request: Request) -> ActiveSequence:
+        """Start the request in a slot that the caller has already taken. Other threads may run a
+        round after each chunk of its prompt. Raises `Cancelled` if the caller is cancelled."""
         sequence: ActiveSequence | None = None
         try:
             with self._decoder_lock:
                 self._release()
-                sequence = self.decoder.admit(request)
+                sequence = self.decoder.take_slot(request)
+                has_begun = self.decoder.prefill(sequence)
+            while not has_begun:
+                self._round_sharer.give_way()
+                if caller.cancelled:
+                    raise Cancelled
+                with self._decoder_lock:
+                    has_begun = self.decoder.prefill(sequence)
         except BaseException:
-            if sequence is not None:  # an interrupt
+            if sequence is not None:
                 self.dropped.append(sequence)
+                with self._decoder_lock:
+                    self._release()
             raise
         return sequence
 

@@ -54,6 +54,13 @@ class RoundSharer:
         if request.error is not None:
             raise request.error
 
+    def give_way(self) -> None:
+        """Wait for the round that another thread runs or waits to begin, if there is one."""
+        with self._lock:
+            runner = self._runner
+            while runner is not None and self._runner is runner:
+                self._changed.wait()
+
     def is_run_by(self, thread: int) -> bool:
         """Whether this thread runs a round, or waits to begin it."""
         runner = self._runner

@@ -177,7 +177,9 @@ class Batch(RunningRequests[tuple[int, Result]]):
             try:
                 request, transcript = make_request(self._engine, prompt, options)
                 # One statement, so that an interrupt loses no slot.
-                self._sequences[sequence := self._engine.enter(request)] = (number, transcript)
+                self._sequences[sequence := self._engine.enter(self._caller, request)] = (
+                    number, transcript,
+                )  # fmt: skip
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:
                     raise

@@ -335,10 +335,10 @@ def test_progress_on_a_terminal(cli):
 def test_a_line_that_fails_is_named_and_the_others_are_printed(cli, monkeypatch):
     failing = cli.engine.enter
 
-    def enter(request):
+    def enter(caller, request):
         if len(request.prompt) == 3:
             raise OutriderError("numeric", "NaN in the logits", "Build it again.")
-        return failing(request)
+        return failing(caller, request)
 
     monkeypatch.setattr(cli.engine, "enter", enter)
     stdin = '{"prompt": "a"}\n{"prompt": "abc"}\n{"prompt": "b"}\n'

@@ -67,12 +67,17 @@ def check_concurrent(
     for seed in seeds:
         rng = np.random.default_rng(seed)
         used, texts = decoder(slots), [STORY]
+        reading: list[ActiveSequence] = []
         active: list[ActiveSequence] = []
         for _ in range(60):
             if used.slots.free and rng.random() < 0.5:
                 draft = ("model", "chain")[len(texts) % 2] if chains else "model"
-                active.append(used.admit(a_request(rng, texts, params, draft)))
-                reused += active[-1].stats.reused_tokens
+                reading.append(used.take_slot(a_request(rng, texts, params, draft)))
+                reused += reading[-1].stats.reused_tokens
+            for sequence in [x for x in reading if rng.random() < 0.7]:
+                if used.prefill(sequence):
+                    reading.remove(sequence)
+                    active.append(sequence)
             batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
             if batch:
                 used.round(batch)
@@ -85,7 +90,7 @@ def check_concurrent(
                     ended += sequence.finish_reason == "eos"
                     used.release(sequence)
                     active.remove(sequence)
-        assert used.slots.free == slots - len(active)
+        assert used.slots.free == slots - len(active) - len(reading)
     return reused, ended
 
 

@@ -8,7 +8,8 @@ target often go unnoticed by luck.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -195,6 +196,15 @@ def a_request(dice: np.random.Generator, before: list[list[int]], max_gamma: int
     )  # fmt: skip
 
 
+@contextmanager
+def released_if_it_fails(decoder: Decoder, sequence: ActiveSequence) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        decoder.release(sequence)
+        raise
+
+
 def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counter[str]:
     """Generate `texts` sequences with rings of `rows` rows, and count the events."""
     dice, known, seen = np.random.default_rng(seed), Texts(), Counter[str]()
@@ -207,12 +217,18 @@ def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counte
         rounds, vocab_size=V, max_len=MAX_LEN, max_gamma=max_gamma,
         draft_max_len=MAX_LEN - 5 * (seed % 2),
     )  # fmt: skip
-    before, active = [[0]], list[ActiveSequence]()
+    before, reading, active = [[0]], list[ActiveSequence](), list[ActiveSequence]()
     while seen["texts"] < texts:
         try:
             while decoder.slots.free and dice.random() < 0.7:
-                active.append(decoder.admit(a_request(dice, before, max_gamma)))
-                seen["reused"] += active[-1].stats.reused_tokens > 0
+                reading.append(decoder.take_slot(a_request(dice, before, max_gamma)))
+                seen["reused"] += reading[-1].stats.reused_tokens > 0
+            for sequence in [x for x in reading if dice.random() < 0.7]:
+                reading.remove(sequence)
+                with released_if_it_fails(decoder, sequence):
+                    has_begun = decoder.prefill(sequence)
+                (active if has_begun else reading).append(sequence)
+                seen["chunks"] += not has_begun
             if batch := [x for x in active if x.finish_reason is None and dice.random() < 0.8]:
                 decoder.round(batch)
         except Interrupt:
@@ -238,8 +254,8 @@ def test_every_call_reads_its_own_text(max_gamma: int) -> None:
     for seed in range(4):
         reach = 1 + 2 * (seed % 2)
         seen += play(seed, max_gamma, reach, rows + reach, 120)
-    assert min(seen["q"] // 10, seen["interrupts"], seen["reused"]) > 60
-    assert {*seen} == {"texts", "q", "interrupts", "reused", "numeric", "busy"}
+    assert min(seen["q"] // 10, seen["interrupts"], seen["reused"], seen["chunks"]) > 60
+    assert {*seen} == {"texts", "q", "interrupts", "reused", "chunks", "numeric", "busy"}
     with pytest.raises(Lost):
         play(0, max_gamma, 1, rows, 120)
     with (

@@ -283,6 +283,59 @@ def test_a_stream_that_waits_is_closed(tmp_path: Path) -> None:
     assert engine.slot_queue.free == 1
 
 
+@contextmanager
+def chunk_by_chunk(engine: TextEngine, after: Callable[[], Any]) -> Iterator[list[str]]:
+    """The order in which chunks of prompts, and rounds, run. after: called after each chunk."""
+    order, rounds = list[str](), engine.decoder.rounds
+    prefill, run = rounds.prefill_chunk, rounds.run
+
+    def recorded_prefill(sequence: ActiveSequence) -> bool:
+        if did := prefill(sequence):
+            order.append("chunk")
+            after()
+        return did
+
+    def recorded_run(plans: Any) -> Any:
+        order.append("round")
+        return run(plans)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "prefill_chunk", recorded_prefill)
+        patch.setattr(rounds, "run", recorded_run)
+        yield order
+
+
+def test_a_long_prompt_lets_other_texts_advance(engine: TextEngine, tmp_path: Path) -> None:
+    """Fault: every other text waits for the whole prompt."""
+    long, options = "abc" * 20, Options(max_new_tokens=200)  # 4 chunks of 16 tokens
+    alone = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 1.0))
+    expected = [alone.generate(text, options).token_ids for text in (long, "b")]
+
+    def wait_for_a_round() -> None:
+        while engine._round_sharer._runner is None and other.result is None:
+            threading.Event().wait(0.001)
+
+    other = engine.stream("b", options)
+    ids = [*next(other).token_ids]
+    with ThreadPoolExecutor(1) as pool, chunk_by_chunk(engine, wait_for_a_round) as order:
+        rest = pool.submit(lambda: [token for event in other for token in event.token_ids])
+        assert engine.generate(long, options).token_ids == expected[0]
+        assert ids + rest.result(60) == expected[1]
+    chunks = [i for i, what in enumerate(order) if what == "chunk"]
+    assert len(chunks) == 3  # the last one comes with the first token
+    assert all("round" in order[begin:end] for begin, end in itertools.pairwise(chunks))
+
+
+def test_a_stream_is_closed_while_its_prompt_is_read(tmp_path: Path) -> None:
+    """Fault: a client that has gone holds the engine until its prompt is read."""
+    engine = make_text_engine(tmp_path, MODEL)
+    stream = engine.stream("abc" * 20)
+    with chunk_by_chunk(engine, lambda: engine.slot_queue.cancel(stream._caller)) as order:
+        assert list(stream) == []
+    assert order == ["chunk"]
+    assert engine.decoder.slots.free == engine.slot_queue.free == 1
+
+
 def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
     for _ in range(5):
         next(engine.stream("abc"))
