@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from .backends.engine import Engine, Ids, Logits
+from .backends.engine import Engine, Ids, Logits, Source
 from .sampling.sampler import SlotSampling
 from .sequence import ActiveSequence, Request
+from .slots import SlotTable
+
+MIN_COPIED_ROWS = 16  # copying fewer takes as long as computing them
 
 
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
@@ -23,6 +26,32 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
         )
     row: Logits = logits[0, 0]
     return row
+
+
+def copy_prefix(engine: Engine, slot: int, tokens: Sequence[int], held: int, source: Source) -> int:
+    """Copy the rows of `tokens` from the slot that holds most of them, if this one holds fewer.
+    Returns how many it then holds. held: how many it holds now."""
+    rows = engine.cached_rows
+    if rows.states or not hasattr(engine, "copy_rows"):  # `HostEngine`s have it
+        return held
+    common = {i: rows.common_prefix(i, tokens, source) for i in range(engine.slots) if i != slot}
+    other = max(common, key=common.__getitem__, default=slot)
+    if common.get(other, 0) < held + MIN_COPIED_ROWS:
+        return held
+    engine.copy_rows(other, slot, common[other])
+    return common[other]
+
+
+def copy_prompt(target: Engine, slots: SlotTable, sequence: ActiveSequence) -> int:
+    """Copy rows of the sequence's prompt, which another slot may even be computing, if slots can be
+    copied. The last two tokens are left to compute, see `SlotTable.acquire`. Returns how many rows
+    the slot holds."""
+    slot = sequence.slot
+    if slots.copies:
+        held, source = slot.target_len, sequence.request.source
+        slot.target_len = copy_prefix(target, slot.index, slot.tokens[:-2], held, source)
+        sequence.stats.reused_tokens += slot.target_len - held
+    return slot.target_len
 
 
 def encode_source(engine: Engine, slot: int, request: Request) -> Request:

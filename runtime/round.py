@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import encode_source, forward_slots, prefill, slot_range, slot_sampling
+from .calls import copy_prompt, encode_source, forward_slots, prefill, slot_range, slot_sampling
 from .drafts.draft import Sources
 from .drafts.lookup import Corpus
 from .drafts.proposer import Proposer
@@ -77,7 +77,8 @@ class HostRounds(Rounds):
     ):
         held_rows = (target.cached_rows, draft.cached_rows if draft else None) if reuse else ()
         self.target, self.draft, self.sampler = target, draft, sampler
-        self.slots = SlotTable(target.slots, *held_rows)
+        copies = reuse and not target.cached_rows.states and hasattr(target, "copy_rows")
+        self.slots = SlotTable(target.slots, *held_rows, copies=copies)
         self._clock = clock = Stopwatch()
         width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
         sources = Sources(width, self.slots, draft, inner, tables, corpus)
@@ -94,12 +95,14 @@ class HostRounds(Rounds):
         return self.proposer.kinds
 
     def prefill_chunk(self, sequence: ActiveSequence) -> bool:
-        slot, request = sequence.slot, sequence.request
-        end = slot.target_len + self.target.chunk
-        if end >= len(slot.tokens) or request.source:  # a source is encoded first
+        if sequence.request.source:  # it is encoded first
+            return False
+        slot, held = sequence.slot, copy_prompt(self.target, self.slots, sequence)
+        end = held + self.target.chunk
+        if end >= len(slot.tokens):
             return False
         self._clock.lap()
-        prefill(self._target, slot.index, slot.tokens[:end], slot.target_len)
+        prefill(self._target, slot.index, slot.tokens[:end], held)
         slot.target_len = end
         sequence.stats.time_prefill += self._clock.lap()["verify"]
         return True
@@ -109,7 +112,8 @@ class HostRounds(Rounds):
         self._clock.lap()
         sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
-        rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
+        held = copy_prompt(self.target, self.slots, sequence)
+        rows = prefill(self._target, slot.index, slot.tokens, held)[None, None]
         sequence.stats.time_prefill += self._clock.lap()["verify"]
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:

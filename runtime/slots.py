@@ -59,15 +59,21 @@ class Slot:
 class SlotTable:
     """Hands out slots.
 
-    target, draft: what the rows of the two caches hold; without them no rows are reused.
+    target, draft: what the rows of the two caches hold; without them no rows are reused. copies:
+    whether rows of one slot can be copied to another.
     """
 
     def __init__(
-        self, count: int, target: CachedRows | None = None, draft: CachedRows | None = None
+        self,
+        count: int,
+        target: CachedRows | None = None,
+        draft: CachedRows | None = None,
+        *,
+        copies: bool = False,
     ):
         self._slots = [Slot(index) for index in range(count)]  # free ones keep their last state
         self._busy: set[int] = set()
-        self._target, self._draft = target, draft
+        self._target, self._draft, self.copies = target, draft, copies
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,8 +87,9 @@ class SlotTable:
         source: the source that these rows belong to, if there is an encoder.
 
         Takes the free slot in which the fewest rows are computed or lost: a continued text finds
-        its rows again, and a new text does not overwrite them while there is an empty slot. Among
-        equal slots the lowest is taken, so that busy ones stay close together.
+        its rows again, and a new text does not overwrite them while there is an empty slot, to
+        which rows that any slot holds can be copied (`calls.copy_prefix`). Among equal slots the
+        lowest is taken, so that busy ones stay close together.
         Raises OutriderError("busy") if all are taken.
         """
         free = [index for index in range(len(self)) if index not in self._busy]
@@ -99,9 +106,13 @@ class SlotTable:
             most = max(0, len(prompt) - 2)
             common = {
                 i: rows.resume_position(i, min(most, rows.common_prefix(i, prompt, source)))
-                for i in free
+                for i in range(len(self))
             }
-            index = min(free, key=lambda i: rows.length(i) - 2 * common[i])
+            copyable = max(common.values()) if self.copies else 0
+            index = min(
+                free,
+                key=lambda i: (rows.length(i) - common[i] - max(common[i], copyable), -common[i]),
+            )
             held = common[index]
         slot = Slot(index, target_len=held)
         if self._draft is not None:

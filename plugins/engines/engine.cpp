@@ -33,6 +33,10 @@ void CachedRows::end_call(int32_t slot, const int64_t* ids, int64_t count, int64
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }
 
+void CachedRows::copy(int32_t from, int32_t to, int64_t length) {
+  tokens_[to].assign(tokens_[from].begin(), tokens_[from].begin() + length);
+}
+
 Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t min_call_width)
     : slots(slot_count), vocab_size(facts.vocab_size), min_width(min_call_width),
       capacity(facts.capacity), chunk(std::min(CHUNK, facts.capacity)),
@@ -64,6 +68,20 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
     row = forward(ids, {at}, count - 1, 1, slot);
   }
   return row;
+}
+
+int64_t Engine::copy_prefix(int32_t slot, const Tokens& tokens, int64_t count, int64_t held) {
+  if (!copies_rows) return held;
+  int32_t other = -1;
+  int64_t most = held + MIN_COPIED_ROWS - 1;
+  for (int32_t i = 0; i < slots; ++i) {
+    const int64_t common = i == slot ? 0 : std::min(count, cached_rows.common_prefix(i, tokens));
+    if (common > most) other = i, most = common;
+  }
+  if (other < 0) return held;
+  copy(other, slot, most);
+  cached_rows.copy(other, slot, most);
+  return most;
 }
 
 Tokens Engine::replace_unknown_ids(Tokens tokens) const {

@@ -19,6 +19,7 @@ namespace outrider {
 using Tokens = std::vector<int64_t>;
 
 constexpr int64_t CHUNK = 256; // tokens per prefill call; bounds the activations' memory
+constexpr int64_t MIN_COPIED_ROWS = 16; // copying fewer takes as long as computing them
 
 // Records, for each slot, the tokens that its cache rows were computed from. states: of a recurrent
 // state, only the last rows are kept, so a sequence can continue only where a call finds its rows
@@ -36,6 +37,8 @@ public:
   // A call of `width` tokens begins. Noted before it runs: if it fails, these rows are lost.
   void begin_call(int32_t slot, int64_t start, int64_t width);
   void end_call(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
+  // The first rows of a slot were copied to another one.
+  void copy(int32_t from, int32_t to, int64_t length);
 
 private:
   std::vector<Tokens> tokens_;
@@ -70,6 +73,10 @@ public:
   // Compute rows start .. end - 1 of `tokens` in chunks; returns the logits after the last one.
   LogitsView prefill(int32_t slot, const Tokens& tokens, int64_t start, int64_t end);
 
+  // Copy rows of the first `count` tokens from the slot that holds most of them, if `slot` holds
+  // fewer. held: how many it holds. Returns how many it then holds.
+  int64_t copy_prefix(int32_t slot, const Tokens& tokens, int64_t count, int64_t held);
+
   // Zero a slot whose rows may hold NaN, because masked rows are multiplied (by 0) too.
   void clear(int32_t slot);
 
@@ -79,6 +86,7 @@ public:
   const int32_t slots, vocab_size, min_width;
   const int64_t capacity, chunk;
   CachedRows cached_rows;
+  bool copies_rows = false; // whether `copy_prefix` copies; needs an engine that overrides `copy`
   double seconds = 0; // total time of calls
 
 protected:
@@ -92,6 +100,8 @@ private:
   virtual float* compute(const EngineCall& call) = 0;
   // Zero all rows of a slot. Throws Failure.
   virtual void wipe(int32_t slot) = 0;
+  // Copy the first rows of a slot, which a call has written, to another one.
+  virtual void copy(int32_t, int32_t, int64_t) {}
 };
 
 } // namespace outrider

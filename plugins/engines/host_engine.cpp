@@ -88,6 +88,15 @@ void HostEngine::wipe(int32_t slot) {
   }
 }
 
+void HostEngine::copy(int32_t from, int32_t to, int64_t rows) {
+  for (Cache& cache : caches_)
+    for (int64_t head = 0; head < cache.heads; ++head) {
+      char* const plane = cache.data.get() + head * rows_of(cache) * row_bytes(cache);
+      memcpy(plane + to * slot_bytes(cache), plane + from * slot_bytes(cache),
+             static_cast<size_t>(rows * row_bytes(cache)));
+    }
+}
+
 int64_t HostEngine::row_bytes(const Cache& cache) {
   return cache.width * static_cast<int64_t>(ort::bytes_of(cache.type));
 }

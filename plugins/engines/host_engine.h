@@ -41,6 +41,7 @@ private:
   void reserve(const Tokens& position, int64_t width) override;
   float* compute(const EngineCall& call) override;
   void wipe(int32_t slot) override;
+  void copy(int32_t from, int32_t to, int64_t rows) override;
   static int64_t row_bytes(const Cache& cache);
   int64_t rows_of(const Cache& cache) const; // the current number
   int64_t slot_bytes(const Cache& cache) const;

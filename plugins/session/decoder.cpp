@@ -118,8 +118,10 @@ std::unique_ptr<Engine> Decoder::open_engine(const ModelFacts& facts, int32_t bu
   if (!library_)
     return std::make_unique<DeviceEngine>(bundle_.backend, bundle_.folder, facts, slots(), widest,
                                           buffers);
-  return std::make_unique<HostEngine>(*library_, bundle_.folder, facts, slots(), widest, buffers,
-                                      threads, min_width);
+  auto engine = std::make_unique<HostEngine>(*library_, bundle_.folder, facts, slots(), widest,
+                                             buffers, threads, min_width);
+  engine->copies_rows = reuse_ && !facts.states;
+  return engine;
 }
 
 Sequence& Decoder::sequence(uint64_t request) {
@@ -140,14 +142,19 @@ int64_t Decoder::reusable_rows(int32_t slot, const Tokens& prompt) const {
 }
 
 // The free slot with the fewest rows to compute or overwrite, so that a continued sequence finds
-// its rows again.
+// its rows again; those that any slot holds can be copied.
 int32_t Decoder::acquire(const Tokens& prompt) {
+  int64_t copyable = 0;
+  if (target_->copies_rows)
+    for (int32_t slot = 0; slot < slots(); ++slot)
+      copyable = std::max(copyable, reusable_rows(slot, prompt));
   int32_t best = -1;
-  int64_t lowest_cost = 0;
+  std::pair<int64_t, int64_t> lowest_cost;
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
-    const int64_t cost =
-        reuse_ ? target_->cached_rows.length(slot) - 2 * reusable_rows(slot, prompt) : 0;
+    const int64_t held = reuse_ ? reusable_rows(slot, prompt) : 0;
+    const int64_t length = reuse_ ? target_->cached_rows.length(slot) : 0;
+    const std::pair<int64_t, int64_t> cost = {length - held - std::max(held, copyable), -held};
     if (best < 0 || cost < lowest_cost) best = slot, lowest_cost = cost;
   }
   if (best < 0)
@@ -178,7 +185,6 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
     }
   }
   sequence.stats.prompt_tokens = length;
-  sequence.stats.reused_tokens = sequence.target_len;
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
@@ -198,6 +204,9 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
 // Prefill and draw the first token, with the target only.
 void Decoder::start(Sequence& sequence) {
   const double begin = now();
+  sequence.target_len = target_->copy_prefix( // all but two: see `reusable_rows`
+      sequence.slot, sequence.tokens, sequence.length() - 2, sequence.target_len);
+  sequence.stats.reused_tokens = sequence.target_len;
   const LogitsView row =
       target_->prefill(sequence.slot, sequence.tokens, sequence.target_len, sequence.length());
   sequence.stats.prefill_seconds = now() - begin;

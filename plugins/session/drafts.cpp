@@ -59,7 +59,8 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
     const int64_t need = sequence.draft_len + sequence.missing_draft_rows();
     if (plan.gamma > 0 && sequence.request.uses_draft_model() && need > sequence.draft_len) {
       // A failed prefill may have overwritten the rows that this one would continue from.
-      const int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
+      int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
+      start = engine_->copy_prefix(sequence.slot, sequence.tokens, need, start);
       engine_->prefill(sequence.slot, sequence.tokens, start, need);
       sequence.draft_len = valid_rows[sequence.slot] = need;
     }

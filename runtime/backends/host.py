@@ -228,6 +228,7 @@ class HostEngine(ABC, Generic[Call]):
 
         Copies the keys and values of every layer. Only rows that a call has written can be copied.
         """
+        self.cached_rows.truncate(destination, 0)  # for an interrupt
         for cache in self._cache.values():
             cache[destination, :, :rows] = cache[source, :, :rows]
         self.cached_rows.copy_rows(source, destination, rows)

@@ -13,7 +13,7 @@ from operator import index
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import first_forbidden, prefill, slot_range, slot_sampling
+from ..calls import copy_prefix, first_forbidden, prefill, slot_range, slot_sampling
 from ..files.errors import attribute_errors_to
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import confidence
@@ -79,7 +79,11 @@ class Proposer:
             need = slot.draft_len + slot.draft_unread
             # An interrupted read may have overwritten the rows that this one would start from.
             start = engine.cached_rows.resume_position(slot.index, slot.draft_len)
-            prefill(engine, slot.index, slot.tokens[:need], start)
+            tokens = slot.tokens[:need]
+            if self.sources.slots.copies:
+                start = copy_prefix(engine, slot.index, tokens, start, sequence.request.source)
+            if start < need:
+                prefill(engine, slot.index, tokens, start)
             slot.draft_len = need
 
     def propose(self, gammas: Gammas) -> Drafted:

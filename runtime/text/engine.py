@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -191,13 +192,9 @@ class TextEngine:
             with self._decoder_lock:
                 self._release()
                 sequence = self.decoder.take_slot(request)
-                has_begun = self.decoder.prefill(sequence)
-            while not has_begun:
-                self._round_sharer.give_way()
+            while not self._round_sharer.chunk(partial(self._prefill, sequence)):
                 if caller.cancelled:
                     raise Cancelled
-                with self._decoder_lock:
-                    has_begun = self.decoder.prefill(sequence)
         except BaseException:
             if sequence is not None:
                 self.dropped.append(sequence)
@@ -205,6 +202,10 @@ class TextEngine:
                     self._release()
             raise
         return sequence
+
+    def _prefill(self, sequence: ActiveSequence) -> bool:
+        with self._decoder_lock:
+            return self.decoder.prefill(sequence)
 
     def round(self, sequences: Collection[ActiveSequence]) -> None:
         """Run one round of these sequences, together with those that other threads are waiting to

@@ -1,4 +1,5 @@
-"""Rounds shared by threads: a request for a round made while another one runs joins the next."""
+"""Rounds shared by threads: a request for a round made while another one runs joins the next. And
+their turns: rounds alternate with the chunks of prompts."""
 
 from __future__ import annotations
 
@@ -37,6 +38,9 @@ class RoundSharer:
         self._waiting: list[_RoundRequest] = []
         self._runner: _RoundRequest | None = None  # whose thread runs the round of `_joined`
         self._joined: list[_RoundRequest] = []
+        self._reader: object | None = None  # the turn in which a chunk of a prompt is prefilled
+        self._waiting_readers: list[object] = []
+        self._round_is_next = False
         self._last_participants: set[ActiveSequence] = set()  # those that are unfinished
         self._last_seconds = 0.0  # duration of the last round
 
@@ -54,12 +58,18 @@ class RoundSharer:
         if request.error is not None:
             raise request.error
 
-    def give_way(self) -> None:
-        """Wait for the round that another thread runs or waits to begin, if there is one."""
-        with self._lock:
-            runner = self._runner
-            while runner is not None and self._runner is runner:
-                self._changed.wait()
+    def chunk(self, prefill: Callable[[], bool]) -> bool:
+        """Prefill a chunk of a prompt. Chunks and rounds alternate while threads wait for both:
+        with a lock alone, the one that releases it usually gets it again."""
+        turn = object()
+        try:
+            self._wait_for_turn(turn)
+            result = prefill()
+            self._end_turn(turn)
+        except BaseException:  # as in `round`
+            self._end_turn(turn)
+            raise
+        return result
 
     def is_run_by(self, thread: int) -> bool:
         """Whether this thread runs a round, or waits to begin it."""
@@ -78,7 +88,11 @@ class RoundSharer:
         with self._lock:
             self._waiting.append(request)
             self._changed.notify_all()
-            while self._runner is not None and not request.done:
+            while not request.done and (
+                self._runner is not None
+                or self._reader is not None
+                or (self._waiting_readers and not self._round_is_next)
+            ):
                 self._changed.wait()
             if request.done:
                 return False
@@ -86,6 +100,25 @@ class RoundSharer:
             self._wait_for_last_participants()
             self._joined, self._waiting = self._waiting, []
             return True
+
+    def _wait_for_turn(self, turn: object) -> None:
+        with self._lock:
+            self._waiting_readers.append(turn)
+            while (
+                self._runner is not None
+                or self._reader is not None
+                or (self._waiting and self._round_is_next)
+            ):
+                self._changed.wait()
+            self._reader, self._round_is_next = turn, True
+            self._waiting_readers.remove(turn)
+
+    def _end_turn(self, turn: object) -> None:
+        with self._lock:
+            if self._reader is turn:
+                self._reader = None
+            self._waiting_readers = [x for x in self._waiting_readers if x is not turn]
+            self._changed.notify_all()
 
     def _wait_for_last_participants(self) -> None:
         """Wait for the sequences of the last round."""
@@ -113,7 +146,7 @@ class RoundSharer:
                 request.error, request.done = error, True
             self._last_participants = {x for x in participants if x.finish_reason is None}
             self._last_seconds = time.perf_counter() - begin
-            self._runner, self._joined = None, []
+            self._runner, self._joined, self._round_is_next = None, [], False
             self._changed.notify_all()
 
     def _withdraw(self, request: _RoundRequest) -> None:

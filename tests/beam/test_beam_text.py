@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from commands import Cli
-from fakes import CopyingFake, make_text_engine, near, random_model
+from fakes import make_text_engine, near, random_model
 
 from runtime.beam.search import beam_search
 from runtime.beam.text import SLOTS_PER_BEAM, BeamTexts, beam_texts
@@ -20,8 +19,7 @@ from runtime.text.options import Options
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextEngine:
-    monkeypatch.setattr(fakes, "FakeEngine", CopyingFake)
+def engine(tmp_path: Path) -> TextEngine:
     target = random_model(1)
     return make_text_engine(tmp_path, target, near(target, 2, 0.7), slots=4, order=None)
 

@@ -8,7 +8,7 @@ which random numbers, rows or lengths depend on the other requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import rounds
 from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
 from rounds import broken, cases, check_rows, finish, ids, make_decoder, outcome, run
 
-from runtime.backends.engine import CachedRows, Ids
+from runtime.backends.engine import CachedRows, Engine, Ids, Source
 from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -128,6 +128,12 @@ def keeps_lengths(self: SlotTable, *prompt: object) -> Slot:
     return slot
 
 
+def says_it_copied(
+    engine: Engine, slot: int, tokens: Sequence[int], held: int, source: Source
+) -> int:
+    return max(held, len(tokens) // 2)
+
+
 def keeps_what_was_overwritten(
     self: CachedRows, first_slot: int, input_ids: Ids, position: Ids
 ) -> None:
@@ -158,6 +164,7 @@ def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose
     [
         ("calls.idle_positions", idle_at_the_start, GREEDY),
         ("slots.SlotTable.acquire", keeps_lengths, GREEDY),
+        ("calls.copy_prefix", says_it_copied, GREEDY),
         ("backends.engine.CachedRows.end_call", keeps_what_was_overwritten, GREEDY),
         ("backends.engine.CachedRows.end_call", misses_calls_of_several_slots, GREEDY),
         ("sampling.reference.NumpySampler._uniform", number_of_a_slot, SAMPLED),
@@ -200,6 +207,37 @@ def test_the_rest_is_all_that_is_computed() -> None:
     again = run(used, Request(talk, gamma=2, max_new_tokens=6))
     assert outcome(again) == outcome(second)
     assert again.stats.reused_tokens == len(talk) - 2, "two are recomputed, for equal rounding"
+
+
+def test_a_prompt_of_several_slots_is_computed_once() -> None:
+    """Also while it is being computed: each slot copies the others' chunks."""
+    prompt = STORY + STORY[5:]
+
+    def computed(used: Decoder) -> list[int]:
+        reading = [used.take_slot(Request(prompt, gamma=2, max_new_tokens=9)) for _ in range(3)]
+        active = list(reading)
+        while reading:
+            reading = [sequence for sequence in reading if not used.prefill(sequence)]
+        counts = [sum(call.width for call in used.target.calls)]
+        used.round(active)  # the drafts read the prompt
+        for sequence in active:
+            check_rows(used, sequence)
+            assert outcome(sequence) == outcome(alone)[: len(sequence.output)]
+        return [*counts, sum(call.width for call in used.draft.calls if call.batch == 1)]
+
+    alone = run(decoder(1), Request(prompt, gamma=2, max_new_tokens=9))
+    target, draft = computed(decoder(3))
+    assert target < 75 + 2 * 16 and draft == 74  # the others compute their last few tokens
+    control = decoder(3)
+    control.slots.copies = False
+    assert computed(control) == [3 * 75, 3 * 74]
+
+
+def test_a_text_with_a_known_beginning_overwrites_no_other_while_there_is_an_empty_slot() -> None:
+    used = decoder(3)
+    first, *_ = (run(used, Request([*STORY[:40], *end], gamma=0)) for end in ([1, 2, 3], [4]))
+    assert used.admit(Request([*STORY[:40], 5], gamma=0)).slot.index == 2
+    assert used.admit(first.request).slot.index == first.slot.index
 
 
 def test_rows_of_a_failed_sequence_are_not_used_again() -> None:

@@ -196,12 +196,13 @@ class IdleFake(FakeEngine):
 
 
 class CopyingFake(FakeEngine):
-    """A fake engine that can copy rows between slots, as beam search needs."""
+    """A fake engine that can copy rows between slots."""
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         assert source != destination and 0 < rows <= self.capacity
         self.cache[destination] = 1  # stale rows of another sequence
         self.cache[destination, :rows] = self.cache[source, :rows]
+        self.cached_rows.copy_rows(source, destination, rows)
 
 
 def character_tokenizer() -> tokenizers.Tokenizer:
@@ -287,8 +288,8 @@ def make_text_engine(
     manifest = make_manifest(draft=draft is not None, slots=slots, chat=chat)
     pair = manifest.pair
 
-    def engine(model: Model, rounding: float) -> FakeEngine:
-        return FakeEngine(
+    def engine(model: Model, rounding: float) -> CopyingFake:
+        return CopyingFake(
             model, vocab_size=pair.vocab_size, slots=slots, capacity=pair.capacity, order=order,
             rounding=rounding,
         )  # fmt: skip

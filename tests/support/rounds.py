@@ -11,7 +11,7 @@ from typing import Any
 import device_standin
 import numpy as np
 import pytest
-from fakes import VOCAB_SIZE, FakeEngine, Model
+from fakes import VOCAB_SIZE, CopyingFake, Model
 
 from runtime.decoder import Decoder
 from runtime.drafts.tables import Tables
@@ -98,14 +98,14 @@ def make_decoder(
 ) -> Decoder:
     """A decoder on fake engines of exactly a bundle's capacity: one row too many is an error.
 
-    of_target: more options of the target's `FakeEngine`.
+    of_target: more options of the target's `CopyingFake`.
     """
     capacity = capacity or max_len + max_gamma + 1
-    target_engine = FakeEngine(
+    target_engine = CopyingFake(
         target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order,
         **of_target,
     )  # fmt: skip
-    other = None if draft is None else FakeEngine(
+    other = None if draft is None else CopyingFake(
         draft, vocab_size=draft_width or vocab_size, slots=slots,
         capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip
