@@ -74,8 +74,9 @@ class Draft:
         return cls.reads_model or bool({"engine", "inner"} & set(cls.needs))
 
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
-        """The draft tokens of each sequence, at most as many as wanted. Called if `at_once`. Excess
-        tokens are dropped, as are all from the first one that sampling cannot produce."""
+        """The draft tokens of each sequence, at most as many as wanted; of those left out, none.
+        Called if `at_once`. Excess tokens are dropped, as are all from the first one that sampling
+        cannot produce."""
         raise NotImplementedError
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:

@@ -119,9 +119,10 @@ class Proposer:
                 by_draft.setdefault(draft, {})[sequence] = gamma
         for draft, wanted in by_draft.items():
             with self._attribute_errors(next(iter(wanted))):
-                found = {x: [*map(index, tokens)] for x, tokens in draft.propose(wanted).items()}
-            for sequence, proposed in found.items():
-                tokens = proposed[: wanted[sequence]]
+                proposed = draft.propose(wanted)
+                found = {x: [*map(index, proposed.get(x, ()))] for x in wanted}
+            for sequence, gamma in wanted.items():
+                tokens = found[sequence][:gamma]
                 tokens = tokens[: first_forbidden(sequence, tokens, self.sources.width)]
                 drafted.gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 

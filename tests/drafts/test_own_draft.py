@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from exact import V, by_keys
 from fakes import random_model
-from rounds import ids, make_decoder, on_host, plain, run
+from rounds import ids, make_decoder, on_host, plain, run, run_all
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
@@ -88,6 +89,28 @@ def test_what_cannot_be_a_draft_is_left_out(
     assert sequence.stats.drafted == drafted
     decoder.release(sequence)
     assert ids(run(decoder, request)) == plain(decoder, request)
+
+
+@on_host
+@pytest.mark.parametrize("point_masses", [False, True])
+def test_a_sequence_that_a_draft_leaves_out(
+    point_masses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: its gamma stayed that of the request, and the round failed for all its sequences."""
+
+    class Selective(Careless):
+        def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
+            return {x: [3, 4] for x in wanted if x.slot.index == 1}
+
+    monkeypatch.setattr(Selective, "point_masses", point_masses)
+    monkeypatch.setitem(registry.KINDS, "selective", Selective)
+    decoder = make_decoder(random_model(1), slots=3)
+    request = Request([2, 3, 2], max_new_tokens=20, ignore_eos=True)
+    kinds = ("selective", "selective", "phrases")
+    left_out, *others = run_all(decoder, [replace(request, draft=kind) for kind in kinds])
+    assert left_out.stats.drafted == 0 < min(sequence.stats.drafted for sequence in others)
+    expected = plain(decoder, request)
+    assert [ids(sequence) for sequence in (left_out, *others)] == [expected] * 3
 
 
 def test_a_kind_that_needs_what_there_never_is() -> None:
