@@ -53,7 +53,8 @@ class Proposer:
 
     def forget(self, sequence: ActiveSequence) -> None:
         if draft := self._drafts.get(sequence.request.draft):
-            draft.forget(sequence)
+            with self._attribute_errors(sequence):
+                draft.forget(sequence)
 
     def sequences_behind(self, gammas: Gammas) -> list[ActiveSequence]:
         """The sequences whose source, or some of whose text, the draft model has yet to read."""
@@ -104,7 +105,8 @@ class Proposer:
         name = sequence.request.draft
         draft = self._drafts.get(name)
         if draft is None:
-            self._drafts[name] = draft = KINDS[name](self.sources)
+            with self._attribute_errors(sequence):
+                self._drafts[name] = draft = KINDS[name](self.sources)
         return draft
 
     def _attribute_errors(self, sequence: ActiveSequence) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from exact import V, by_keys
 from fakes import random_model
-from rounds import ids, make_decoder, on_host, plain, run, run_all
+from rounds import finish, ids, make_decoder, on_host, plain, run, run_all
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
@@ -111,6 +111,37 @@ def test_a_sequence_that_a_draft_leaves_out(
     assert left_out.stats.drafted == 0 < min(sequence.stats.drafted for sequence in others)
     expected = plain(decoder, request)
     assert [ids(sequence) for sequence in (left_out, *others)] == [expected] * 3
+
+
+@on_host
+def test_a_draft_that_cannot_be_made_or_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: what its constructor raised ended the other sequences of the round too. Neither was an
+    error that names the draft."""
+
+    class Unmade(Draft):
+        def __init__(self) -> None:
+            """Lacks the sources."""
+
+    class Unforgetting(Phrases):
+        def forget(self, sequence: ActiveSequence) -> None:
+            raise KeyError
+
+    monkeypatch.setitem(registry.KINDS, "unmade", Unmade)
+    monkeypatch.setitem(registry.KINDS, "unforgetting", Unforgetting)
+    decoder = make_decoder(random_model(1), slots=2)
+    request = Request([2, 3, 2], max_new_tokens=9, ignore_eos=True)
+    unmade, forgetting = [
+        decoder.admit(replace(request, draft=kind)) for kind in ("unmade", "unforgetting")
+    ]
+    decoder.round([unmade, forgetting])
+    with pytest.raises(OutriderError, match=r"^option: draft=unmade raised TypeError"):
+        raise unmade.error or AssertionError
+    decoder.release(unmade)
+    finish(decoder, forgetting)
+    assert ids(forgetting) == plain(decoder, request)
+    with pytest.raises(OutriderError, match=r"^option: draft=unforgetting raised KeyError"):
+        decoder.release(forgetting)
+    assert decoder.slots.free == 2
 
 
 def test_a_kind_that_needs_what_there_never_is() -> None:
