@@ -44,4 +44,10 @@ def register_draft(name: str, kind: type[Draft]) -> None:
             f"draft {name!r} needs {unknown[0]!r}, which is not a field of Sources",
             f"Its `needs` must be a tuple of names from {', '.join(sources)}.",
         )
+    if kind.point_masses and not kind.at_once:
+        raise OutriderError(
+            "option",
+            f"draft {name!r} has point_masses without at_once, so nothing names its tokens",
+            "Set both, or derive it from GuessedDraft.",
+        )
     KINDS[name] = kind

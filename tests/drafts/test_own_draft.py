@@ -153,3 +153,14 @@ def test_a_kind_that_needs_what_there_never_is() -> None:
     with pytest.raises(OutriderError, match="needs 'korpus'"):
         registry.register_draft("typo", Typo)
     assert "typo" not in registry.KINDS
+
+
+def test_point_masses_that_nothing_names() -> None:
+    """Fault: every round failed with a ValueError, for all its sequences."""
+
+    class Nameless(Draft):
+        point_masses = True
+
+    with pytest.raises(OutriderError, match=r"^option: draft 'nameless' has point_masses"):
+        registry.register_draft("nameless", Nameless)
+    assert "nameless" not in registry.KINDS
