@@ -85,6 +85,9 @@ def beam_texts(
         reason = "was opened without its own" if engine.manifest.pair.draft else "has none"
         cause = f"gamma={gamma} needs a draft model, and the bundle {reason}"
         raise OutriderError("option", cause, "Use gamma=0.")
+    if draft_beams is not None and gamma == 0:
+        cause = f"draft_beams={draft_beams} has no effect without drafts (gamma=0)"
+        raise OutriderError("option", cause, "Leave draft_beams out, or use a draft model.")
     options = Options(
         gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,
         system=system, special_tokens=special_tokens, source=source,

@@ -57,7 +57,8 @@ def test_a_slot_in_use(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "given",
     [{"gamma": 9}, {"gamma": -1}, {"max_new_tokens": 0}, {"beams": 0},
-     {"draft_beams": 2}, {"prompt": []}, {"prompt": [1] * 2000}, {"prompt": [10**6]}],
+     {"draft_beams": 2}, {"draft_beams": 9, "gamma": 0}, {"prompt": []}, {"prompt": [1] * 2000},
+     {"prompt": [10**6]}],
 )  # fmt: skip
 def test_what_is_refused(engine: TextEngine, given: dict[str, Any]) -> None:
     with pytest.raises(OutriderError) as caught:

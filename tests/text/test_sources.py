@@ -74,9 +74,10 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
     np.testing.assert_allclose(states[slot], want, atol=1e-5)
     # In a beam search, the draft uses slots that the target does not.
-    asked = {"source": SOURCES[1], "beams": 1, "draft_beams": 3, "max_new_tokens": 8}
+    asked = {"source": SOURCES[1], "beams": 1, "max_new_tokens": 8}
     plain, drafted = (
-        beam_texts(one_thread(bundle, 3), None, gamma=gamma, **asked).texts[0] for gamma in (0, 3)
+        beam_texts(one_thread(bundle, 3), None, **asked, **more).texts[0]
+        for more in ({"gamma": 0}, {"gamma": 3, "draft_beams": 3})
     )
     assert drafted.token_ids == plain.token_ids
 
