@@ -2,7 +2,8 @@
 
 A draft that names tokens derives from `GuessedDraft`; one that gives logits for the next token
 implements `row`. The `Proposer` does the rest of the round: whatever a draft returns, q is the
-distribution that its tokens were drawn from, so the output has the target's distribution.
+distribution that its tokens were drawn from, so the output has the target's distribution. Only a
+draft that is `at_once` and has rows draws from them itself.
 """
 
 from __future__ import annotations
