@@ -184,6 +184,9 @@ def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Toke
     if items and isinstance(items[0], Mapping):
         if start is not None:
             raise OutriderError("prompt", decoders_only("messages", pair), _SOURCE_REMEDY)
+        if options.chat is False:
+            cause = "messages need the chat template, and chat=False leaves it out"
+            raise OutriderError("option", cause, "Leave chat out, or give the prompt as text.")
         messages = cast(list[Message], items)
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})
@@ -191,10 +194,12 @@ def _encode_prompt(prompt: Prompt, options: Options, pair: Pair, tokenizer: Toke
     if not items and start is None:
         return []  # messages or ids: refused as empty in either case
     refuse_first(
-        (getattr(options, name) != getattr(Options, name),
-         f"{name} has no meaning for a prompt of token ids",
+        (changed, f"{name} has no meaning for a prompt of token ids",
          "Give the prompt as text or as messages.")
-        for name in ("system", "special_tokens")
+        for name, changed in (
+            ("chat=True", options.chat), ("system", options.system is not None),
+            ("special_tokens", special != Options.special_tokens),
+        )
     )  # fmt: skip
     return cast(list[int], items)
 

@@ -105,6 +105,20 @@ def test_no_messages_are_no_token_ids(engine):
             engine.generate([], **options)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([5, 6], {"chat": True}), ([5, 6], {"system": "be kind"}),
+        ([5, 6], {"special_tokens": "text"}), ([{"role": "user", "content": "a"}], {"chat": False}),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_the_form_of_the_prompt(engine, prompt, options):
+    """Fault: `chat` was ignored for token ids and for messages."""
+    with pytest.raises(OutriderError, match=r"^option: "):
+        engine.generate(prompt, **options)
+    assert engine.generate([5, 6], chat=False, max_new_tokens=2).token_ids
+
+
 def test_an_error_crosses_processes():
     """Fault: a process pool fails with BrokenProcessPool when a worker raises an OutriderError."""
     error = OutriderError("prompt", "it is empty.", "Fill it.")
