@@ -68,8 +68,9 @@ def _read(err: Output) -> str | None:
                 return None
             if sys.stdin.isatty() and sys.stdout.isatty():
                 return input("> ")
-            line = sys.stdin.readline()
-            return line.rstrip("\r\n") if line else None
+            # Bytes: text is decoded in blocks, and an error would lose all messages of its block.
+            line = sys.stdin.buffer.readline()
+            return line.decode().rstrip("\r\n") if line else None
         except EOFError:
             err.line("")
             return None

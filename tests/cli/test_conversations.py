@@ -46,6 +46,14 @@ def test_a_message_that_is_refused_is_not_said(chat_cli):
     assert err.count("\n") == 1
 
 
+def test_a_message_that_is_not_utf_8(chat_cli):
+    """Fault: the messages beside it were lost too, including those before it."""
+    stdin = b"do you\n\xff\nreally\n"
+    status, out, err = chat_cli("--chat", "--stats", "none", stdin=stdin)
+    assert (status, out) == (0, "yes, i do.\n" * 2)
+    assert err == "error: prompt: the message is not UTF-8. Type it again.\n"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_ends_the_conversation(chat_cli):
     """Fault: the answers after the first were lost without an error, and the status was 0."""
