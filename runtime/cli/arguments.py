@@ -219,7 +219,8 @@ def _parser() -> ArgumentParser:
         "(default: off, since with choices based on timing a seed reproduces its text only with "
         "--verify coupled)")
     add("--draft", choices=(*KINDS, "none"), metavar="KIND",
-        help="where draft tokens come from. " + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS)
+        help="where draft tokens come from. "
+        + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS).replace("%", "%%")
         + "; none: plain decoding (default: as the bundle was built). The draft model is loaded "
         "only if a request may need it")
     add("--draft-temperature", type=float, metavar="T",

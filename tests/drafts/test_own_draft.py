@@ -63,6 +63,16 @@ def test_the_command_line_knows_it() -> None:
     assert parse(["--engines", "x", "--prompt", "p", "--draft", "phrases"]).draft == "phrases"
 
 
+def test_its_help_is_not_a_format(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: with a percent sign in it, --help was a TypeError."""
+    monkeypatch.setattr(Phrases, "help", "50% of the time")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "phrases: 50% of the time" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_name_has_one_meaning() -> None:
     registry.register_draft("phrases", Phrases)
     for name in ("phrases", "model", "none"):
