@@ -7,9 +7,9 @@ processed in the same way, each row with the text before it, and any processor i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,10 @@ def apply_processors(
     for processor in processors:
         name = getattr(processor, "__name__", None) or type(processor).__name__
         with attribute_errors_to(f"{where}: a logits processor ({name})"):
-            processor(scores, text, output_start)
+            returned = cast(Callable[..., object], processor)(scores, text, output_start)
+        if isinstance(returned, np.ndarray) and returned is not scores:
+            cause = f"{where}: a logits processor ({name}) returned an array, which is not read"
+            raise OutriderError("option", cause, "Have it edit the scores in place.")
         if not (peak := float(scores.max())) < np.inf:
             cause = f"{where}: a logits processor ({name}) wrote {peak}"
             raise OutriderError("option", cause, "Have it write finite numbers, or -inf.")

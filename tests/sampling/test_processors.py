@@ -212,6 +212,24 @@ def test_a_processor_that_writes_what_is_no_score(value: float) -> None:
         run(make_decoder(random_model(1)), Request([2], gamma=0, processors=(odd,)))
 
 
+@on_host
+def test_a_processor_that_returns_its_scores() -> None:
+    """Fault: what it returned, as those of Transformers do, was ignored, and nothing forbidden."""
+
+    def odd(scores: np.ndarray, text: Ids, output_start: int) -> np.ndarray:
+        return np.where(np.arange(len(scores)) % 2, scores, -np.inf)
+
+    def own(scores: np.ndarray, text: Ids, output_start: int) -> np.ndarray:
+        scores[::2] = -np.inf
+        return scores
+
+    decoder = make_decoder(random_model(1))
+    with pytest.raises(OutriderError, match=r"option: .*a logits processor \(odd\) returned"):
+        run(decoder, Request([2], gamma=0, processors=(odd,)))
+    found = run(decoder, Request([2], gamma=0, processors=(own,), max_new_tokens=9))
+    assert all(token % 2 for token in ids(found))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_certificate(temperature: float, tmp_path: Path) -> None:
     """Control: a round whose rows are not processed fails it."""
