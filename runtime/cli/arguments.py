@@ -237,8 +237,8 @@ def _parser() -> ArgumentParser:
         "1/L times its probability (default: 1)")
 
     add = parser.add_argument_group(
-        "beam search", "Search for the most probable text instead of sampling; a wider beam of the "
-        "draft runs ahead.").add_argument
+        "beam search", "Search for the most probable text instead of sampling. With --gamma, a "
+        "wider beam of the draft runs ahead; the result is the same.").add_argument
     add("--beams", type=_integer(1), metavar="W", help="beam width of the target")
     add("--draft-beams", type=_integer(1), metavar="U",
         help="beam width of the draft, at least W (default: twice W)")
@@ -363,6 +363,8 @@ def options_from(args: Namespace) -> Options:
     given["logit_bias"] = tuple(args.logit_bias)
     if args.max_new_tokens is None:
         del given["max_new_tokens"]
+    if args.beams and args.gamma is None:
+        given["gamma"] = 0
     options = Options(**given)
     options.check()
     if args.beams:

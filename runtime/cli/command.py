@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..audio.recording import check_file
-from ..beam.text import SLOTS_PER_BEAM, beam_texts, resolve_gamma
+from ..beam.text import SLOTS_PER_BEAM, beam_texts
 from ..bundle import load
 from ..certificate import check
 from ..drafts.registry import KINDS
@@ -162,7 +162,7 @@ def _generate_text(session: Session, prompt: Prompt | None) -> Result:
 
 def _run_beams(session: Session, prompt: Prompt | None) -> None:
     engine, args, options = session.engine, session.args, session.options
-    assert not isinstance(options.gamma, str), "refused with the other options"
+    assert isinstance(options.gamma, int), "see `options_from`"
     engine.request(prompt, options)  # refuses what any request would be refused for
     found = beam_texts(
         engine, prompt, beams=args.beams, draft_beams=args.draft_beams, gamma=options.gamma,
@@ -174,7 +174,7 @@ def _run_beams(session: Session, prompt: Prompt | None) -> None:
     text = report.json_line(found.json_object()) if args.json else found.texts[0].text
     session.out.line(text)
     if args.stats != "none":
-        session.err.lines(found.lines(args.beams, resolve_gamma(engine, options.gamma)))
+        session.err.lines(found.lines(args.beams, options.gamma))
     session.show_engine()
 
 

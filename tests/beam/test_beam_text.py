@@ -35,12 +35,12 @@ def test_the_texts_of_the_search(engine: TextEngine) -> None:
         decoder.target, None, ids, width=3, gamma=0, max_new_tokens=12, max_len=decoder.max_len,
         eos_token_ids=engine.manifest.pair.tokenizer.eos_token_ids, vocab_size=decoder.vocab_size,
     )  # fmt: skip
-    found = beam_texts(engine, "hello", beams=3, max_new_tokens=12)
+    found = beam_texts(engine, "hello", beams=3, max_new_tokens=12, gamma=4)
     assert [tuple(one.token_ids) for one in found.texts] == [h.tokens for h in plain.hypotheses]
     assert found.stats.rounds < plain.stats.rounds == 12
     for one in found.texts:
         assert one.text == engine.tokenizer.decode(one.token_ids[: -1 if one.finished else None])
-    assert texts(beam_texts(engine, "hello", beams=3, max_new_tokens=12, gamma=0)) == texts(found)
+    assert texts(beam_texts(engine, "hello", beams=3, max_new_tokens=12)) == texts(found)
     assert decoder.slots.free == 4
 
 
@@ -57,7 +57,7 @@ def test_a_slot_in_use(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "given",
     [{"gamma": 9}, {"gamma": -1}, {"max_new_tokens": 0}, {"beams": 0},
-     {"draft_beams": 2}, {"draft_beams": 9, "gamma": 0}, {"prompt": []}, {"prompt": [1] * 2000},
+     {"draft_beams": 2, "gamma": 4}, {"draft_beams": 9}, {"prompt": []}, {"prompt": [1] * 2000},
      {"prompt": [10**6]}],
 )  # fmt: skip
 def test_what_is_refused(engine: TextEngine, given: dict[str, Any]) -> None:

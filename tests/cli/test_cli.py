@@ -70,11 +70,12 @@ def test_how_the_bundle_is_loaded(cli):
 @pytest.mark.parametrize(
     ("argv", "opened"),
     [
-        ("--prompt a", True), ("--prompt a --gamma auto", True), ("--prompt a --beams 2", True),
+        ("--prompt a", True), ("--prompt a --gamma auto", True),
+        ("--prompt a --beams 2 --gamma 2", True),
         *((f"--prompt a --draft {kind}", kind in ("model", "chain"))
           for kind in ("model", "chain", "ngram", "copy", "random", "none")),
         ("--prompt a --draft ngram --baseline", False), ("--prompt a --draft ngram --check", False),
-        ("--prompt a --gamma 0", False), ("--prompt a --beams 2 --gamma 0", False),
+        ("--prompt a --gamma 0", False), ("--prompt a --beams 2", False),
         ("--batch -", True), ("--batch - --draft ngram", True), ("--batch - --gamma 0", False),
     ],
 )  # fmt: skip
