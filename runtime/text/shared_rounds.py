@@ -59,8 +59,8 @@ class RoundSharer:
             raise request.error
 
     def chunk(self, prefill: Callable[[], bool]) -> bool:
-        """Prefill a chunk of a prompt. Chunks and rounds alternate while threads wait for both:
-        with a lock alone, the one that releases it usually gets it again."""
+        """Prefill a chunk of a prompt. Chunks and rounds alternate while threads wait for both, and
+        so do prompts: with a lock alone, the one that releases it usually gets it again."""
         turn = object()
         try:
             self._wait_for_turn(turn)
@@ -108,6 +108,7 @@ class RoundSharer:
                 self._runner is not None
                 or self._reader is not None
                 or (self._waiting and self._round_is_next)
+                or self._waiting_readers[0] is not turn
             ):
                 self._changed.wait()
             self._reader, self._round_is_next = turn, True
