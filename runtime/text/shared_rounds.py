@@ -157,5 +157,5 @@ class RoundSharer:
             if self._runner is request:
                 self._waiting = [x for x in self._joined if not x.done] + self._waiting
                 self._runner, self._joined = None, []
-            self._waiting = [x for x in self._waiting if x is not request]
+            self._waiting = [x for x in self._waiting if not x.withdrawn]
             self._changed.notify_all()

@@ -149,6 +149,21 @@ def test_an_interrupted_round_leaves_nothing_to_the_next(engine: TextEngine, at:
     assert seen == [[second]]
 
 
+def test_a_withdrawn_sequence_does_not_wait_again() -> None:
+    """Fault: after an interrupted round, no chunk of a prompt had its turn any more."""
+    shared = shared_rounds.RoundSharer()
+
+    def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
+        shared._joined.append(shared_rounds._RoundRequest([], withdrawn=True))
+        raise KeyboardInterrupt
+
+    assert shared.chunk(lambda: True)  # so that a round is next
+    with pytest.raises(KeyboardInterrupt):
+        shared.round([], run)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(shared.chunk, lambda: True).result(30)
+
+
 def test_an_interrupt_loses_no_tokens_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
