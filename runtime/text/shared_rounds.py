@@ -38,8 +38,8 @@ class RoundSharer:
         self._waiting: list[_RoundRequest] = []
         self._runner: _RoundRequest | None = None  # whose thread runs the round of `_joined`
         self._joined: list[_RoundRequest] = []
-        self._reader: object | None = None  # the turn in which a chunk of a prompt is prefilled
-        self._waiting_readers: list[object] = []
+        self._reader: int | None = None  # the thread that prefills a chunk of a prompt
+        self._waiting_readers: list[int] = []
         self._round_is_next = False
         self._last_participants: set[ActiveSequence] = set()  # those that are unfinished
         self._last_seconds = 0.0  # duration of the last round
@@ -60,14 +60,14 @@ class RoundSharer:
 
     def chunk(self, prefill: Callable[[], bool]) -> bool:
         """Prefill a chunk of a prompt. Chunks and rounds alternate while threads wait for both, and
-        so do prompts: with a lock alone, the one that releases it usually gets it again."""
-        turn = object()
+        prompts take turns: with a lock alone, the one that releases it usually gets it again."""
+        thread = threading.get_ident()
         try:
-            self._wait_for_turn(turn)
+            self._wait_for_turn(thread)
             result = prefill()
-            self._end_turn(turn)
+            self._end_turn(thread)
         except BaseException:  # as in `round`
-            self._end_turn(turn)
+            self._end_turn(thread)
             raise
         return result
 
@@ -101,24 +101,24 @@ class RoundSharer:
             self._joined, self._waiting = self._waiting, []
             return True
 
-    def _wait_for_turn(self, turn: object) -> None:
+    def _wait_for_turn(self, thread: int) -> None:
         with self._lock:
-            self._waiting_readers.append(turn)
+            self._waiting_readers.append(thread)
             while (
                 self._runner is not None
                 or self._reader is not None
+                or self._waiting_readers[0] != thread
                 or (self._waiting and self._round_is_next)
-                or self._waiting_readers[0] is not turn
             ):
                 self._changed.wait()
-            self._reader, self._round_is_next = turn, True
-            self._waiting_readers.remove(turn)
+            self._reader, self._round_is_next = thread, True
+            self._waiting_readers.remove(thread)
 
-    def _end_turn(self, turn: object) -> None:
+    def _end_turn(self, thread: int) -> None:
         with self._lock:
-            if self._reader is turn:
+            if self._reader == thread:
                 self._reader = None
-            self._waiting_readers = [x for x in self._waiting_readers if x is not turn]
+            self._waiting_readers = [x for x in self._waiting_readers if x != thread]
             self._changed.notify_all()
 
     def _wait_for_last_participants(self) -> None:

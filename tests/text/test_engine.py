@@ -351,29 +351,22 @@ def test_a_long_prompt_and_other_texts_take_turns(engine: TextEngine, tmp_path: 
     assert order[:6] == ["chunk", "round"] * 3
 
 
-def test_two_prompts_take_turns() -> None:
+def test_a_long_prompt_and_a_short_one_take_turns() -> None:
+    """Fault: the short prompt waits for all chunks of the long one."""
     shared, order = shared_rounds.RoundSharer(), list[str]()
-
-    def chunk(name: str, waits_for: int) -> bool:
-        order.append(name)
-        while len(shared._waiting_readers) < waits_for:
-            threading.Event().wait(0.001)
-        return True
-
-    def read_another(name: str) -> None:
-        shared.chunk(lambda: chunk(name, 0))
-
     with ThreadPoolExecutor(1) as pool:
 
-        def first() -> bool:
-            other.append(pool.submit(read_another, "b"))
-            return chunk("a", 1)
+        def long() -> bool:
+            order.append("long")
+            if len(order) == 1:
+                pool.submit(shared.chunk, lambda: not order.append("short"))
+                while not shared._waiting_readers:
+                    threading.Event().wait(0.001)
+            return len(order) > 3
 
-        other = list[Any]()
-        shared.chunk(first)
-        read_another("a")
-        other[0].result(30)
-    assert order == ["a", "b", "a"]
+        while not shared.chunk(long):
+            pass
+    assert order == ["long", "short", "long", "long"]
 
 
 def test_a_stream_is_closed_while_its_prompt_is_read(tmp_path: Path) -> None:
