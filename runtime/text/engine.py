@@ -219,9 +219,10 @@ class TextEngine:
                 self.decoder.round(batch)
 
     def refuse_reentry(self) -> None:
-        """Raise "option" in code that a round of this thread called: it would wait for itself."""
+        """Raise "option" in code that a round or a chunk of this thread called, or that interrupts
+        its wait for one: it would wait for itself."""
         is_held = self._decoder_lock._is_owned()  # type: ignore[attr-defined]
-        if is_held or self._round_sharer.is_run_by(threading.get_ident()):
+        if is_held or self._round_sharer.is_used_by(threading.get_ident()):
             raise OutriderError(
                 "option",
                 "a callback or signal handler used the engine within one of its own rounds",

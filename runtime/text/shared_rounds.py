@@ -71,10 +71,10 @@ class RoundSharer:
             raise
         return result
 
-    def is_run_by(self, thread: int) -> bool:
-        """Whether this thread runs a round, or waits to begin it."""
-        runner = self._runner
-        return runner is not None and runner.thread == thread
+    def is_used_by(self, thread: int) -> bool:
+        """Whether this thread runs a round or a chunk, or waits for one."""
+        rounds = [request.thread for request in (*self._waiting, *self._joined)]
+        return thread in (*rounds, *self._waiting_readers, self._reader)
 
     def forget(self, sequence: ActiveSequence) -> None:
         """Stop waiting for a sequence that has left."""

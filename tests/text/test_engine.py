@@ -540,6 +540,27 @@ def test_a_callback_cannot_use_its_engine(engine: TextEngine, call: str) -> None
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_interrupts_a_wait_cannot_use_the_engine(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """A signal handler, while its thread waits for another's chunk. Fault: chunks waited for the
+    round and rounds for the chunk that the handler kept from its turn."""
+    stream, shared = engine.stream("abc", max_new_tokens=9), engine._round_sharer
+    if begun:
+        next(stream)
+
+    def interrupted() -> None:
+        shared._reader = None  # by now
+        engine.generate("b" * 40, max_new_tokens=9)
+
+    monkeypatch.setattr(shared, "_reader", -1)
+    monkeypatch.setattr(shared._changed, "wait", interrupted)
+    with pytest.raises(OutriderError, match="a callback or signal handler"):
+        list(stream)
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
 @pytest.mark.parametrize("lost", [KeyError("lost"), OutriderError("prompt", "lost", "Find it.")])
 def test_what_the_source_raises_is_raised(engine: TextEngine, lost: Exception) -> None:
     """Fault: an error of the iterable is taken for an error of one request."""
