@@ -11,9 +11,7 @@ import numpy as np
 from .backends.engine import Engine, Ids, Logits, Source
 from .sampling.sampler import SlotSampling
 from .sequence import ActiveSequence, Request
-from .slots import SlotTable
-
-MIN_COPIED_ROWS = 16  # copying fewer takes as long as computing them
+from .slots import MIN_COPIED_ROWS, SlotTable
 
 
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from .backends.engine import CachedRows, Source
 from .files.errors import OutriderError
 
+MIN_COPIED_ROWS = 16  # copying fewer takes as long as computing them
+
 
 @dataclass(slots=True)
 class Slot:
@@ -88,8 +90,9 @@ class SlotTable:
 
         Takes the free slot in which the fewest rows are computed or lost: a continued text finds
         its rows again, and a new text does not overwrite them while there is an empty slot, to
-        which rows that any slot holds can be copied (`calls.copy_prefix`). Among equal slots the
-        lowest is taken, so that busy ones stay close together.
+        which rows that any slot holds can be copied (`calls.copy_prefix`). A few lost rows, such as
+        those of rejected drafts, are not worth a copy. Among equal slots the lowest is taken, so
+        that busy ones stay close together.
         Raises OutriderError("busy") if all are taken.
         """
         free = [index for index in range(len(self)) if index not in self._busy]
@@ -108,10 +111,11 @@ class SlotTable:
                 i: rows.resume_position(i, min(most, rows.common_prefix(i, prompt, source)))
                 for i in range(len(self))
             }
-            copyable = max(common.values()) if self.copies else 0
+            copyable, few = (max(common.values()), MIN_COPIED_ROWS) if self.copies else (0, 0)
+            lost = {i: rows.length(i) - common[i] for i in free}
             index = min(
                 free,
-                key=lambda i: (rows.length(i) - common[i] - max(common[i], copyable), -common[i]),
+                key=lambda i: (max(few, lost[i]) - max(common[i], copyable), -common[i], lost[i]),
             )
             held = common[index]
         slot = Slot(index, target_len=held)

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <future>
 #include <iterator>
@@ -142,19 +143,22 @@ int64_t Decoder::reusable_rows(int32_t slot, const Tokens& prompt) const {
 }
 
 // The free slot with the fewest rows to compute or overwrite, so that a continued sequence finds
-// its rows again; those that any slot holds can be copied.
+// its rows again; those that any slot holds can be copied. A few lost rows, such as those of
+// rejected drafts, are not worth a copy.
 int32_t Decoder::acquire(const Tokens& prompt) {
   int64_t copyable = 0;
   if (target_->copies_rows)
     for (int32_t slot = 0; slot < slots(); ++slot)
       copyable = std::max(copyable, reusable_rows(slot, prompt));
+  const int64_t few = target_->copies_rows ? MIN_COPIED_ROWS : 0;
   int32_t best = -1;
-  std::pair<int64_t, int64_t> lowest_cost;
+  std::array<int64_t, 3> lowest_cost{};
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
     const int64_t held = reuse_ ? reusable_rows(slot, prompt) : 0;
-    const int64_t length = reuse_ ? target_->cached_rows.length(slot) : 0;
-    const std::pair<int64_t, int64_t> cost = {length - held - std::max(held, copyable), -held};
+    const int64_t lost = reuse_ ? target_->cached_rows.length(slot) - held : 0;
+    const std::array<int64_t, 3> cost = {
+        std::max(few, lost) - std::max(held, copyable), -held, lost};
     if (best < 0 || cost < lowest_cost) best = slot, lowest_cost = cost;
   }
   if (best < 0)

@@ -240,6 +240,18 @@ def test_a_text_with_a_known_beginning_overwrites_no_other_while_there_is_an_emp
     assert used.admit(first.request).slot.index == first.slot.index
 
 
+def test_a_continued_text_keeps_its_slot() -> None:
+    """Fault: because its slot also holds rows of rejected drafts, it moved to the empty slot, and
+    the next new text overwrote another one."""
+    used = decoder(3)
+    stopping = Request(STORY, stop=lambda token: "stop" if token == 9 else None, max_new_tokens=99)
+    first, other = run(used, stopping), run(used, Request([7, 8, 9], gamma=0, max_new_tokens=40))
+    rows = used.target.cached_rows
+    assert rows.length(0) > rows.common_prefix(0, first.slot.tokens)
+    assert run(used, Request([*first.slot.tokens, 3, 4])).slot.index == first.slot.index
+    assert run(used, Request([5, 6])).slot.index not in (first.slot.index, other.slot.index)
+
+
 def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
     def failing(context: Context) -> np.ndarray:
         return np.full(VOCAB_SIZE, np.nan) if len(context) == 33 else MODEL(context)
