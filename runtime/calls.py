@@ -34,10 +34,13 @@ def copy_prefix(engine: Engine, slot: int, tokens: Sequence[int], held: int, sou
         return held
     common = {i: rows.common_prefix(i, tokens, source) for i in range(engine.slots) if i != slot}
     other = max(common, key=common.__getitem__, default=slot)
-    if common.get(other, 0) < held + MIN_COPIED_ROWS:
+    count = common.get(other, 0)
+    if count < held + MIN_COPIED_ROWS:
         return held
-    engine.copy_rows(other, slot, common[other])
-    return common[other]
+    if count == len(tokens) - 1:  # a call of one token may round differently from wider ones
+        count -= 1
+    engine.copy_rows(other, slot, count)
+    return count
 
 
 def copy_prompt(target: Engine, slots: SlotTable, sequence: ActiveSequence) -> int:

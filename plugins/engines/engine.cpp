@@ -79,8 +79,9 @@ int64_t Engine::copy_prefix(int32_t slot, const Tokens& tokens, int64_t count, i
     if (common > most) other = i, most = common;
   }
   if (other < 0) return held;
+  if (most == count - 1) --most; // a call of one token may round differently from wider ones
+  cached_rows.copy(other, slot, most); // first, as it may fail
   copy(other, slot, most);
-  cached_rows.copy(other, slot, most);
   return most;
 }
 

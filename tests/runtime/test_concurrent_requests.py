@@ -252,6 +252,18 @@ def test_a_continued_text_keeps_its_slot() -> None:
     assert run(used, Request([5, 6])).slot.index not in (first.slot.index, other.slot.index)
 
 
+def test_a_draft_reads_no_row_alone_after_a_copy() -> None:
+    """Fault: the call of one token may round differently, so what a seed gives depended on what
+    another slot held."""
+    used = decoder(2)
+    for ends in ([3, 4], [5, 6]):
+        active = used.admit(Request([*STORY[:40], *ends], gamma=2))
+        used.draft.calls.clear()
+        used.round([active])
+    caught_up = used.draft.calls[0]
+    assert (caught_up.width, caught_up.position) == (2, (39,))
+
+
 def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
     def failing(context: Context) -> np.ndarray:
         return np.full(VOCAB_SIZE, np.nan) if len(context) == 33 else MODEL(context)
