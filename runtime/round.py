@@ -144,6 +144,6 @@ class HostRounds(Rounds):
         return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]
 
     def forget(self, sequence: ActiveSequence) -> None:
-        self.proposer.forget(sequence)
         if sequence.error is not None:
             self.clear(sequence)
+        self.proposer.forget(sequence)  # last: a draft of one's own may raise

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from exact import V, by_keys
-from fakes import random_model
+from fakes import VOCAB_SIZE, Context, random_model
 from rounds import finish, ids, make_decoder, on_host, plain, run, run_all
 
 from examples.own_draft import Phrases
@@ -152,6 +152,27 @@ def test_a_draft_that_cannot_be_made_or_forget(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OutriderError, match=r"^option: draft=unforgetting raised KeyError"):
         decoder.release(forgetting)
     assert decoder.slots.free == 2
+
+
+@on_host
+def test_rows_are_cleared_even_if_a_draft_cannot_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: rows that may hold NaN stayed, and another text copied them."""
+
+    class Unforgetting(Phrases):
+        def forget(self, sequence: ActiveSequence) -> None:
+            raise KeyError
+
+    def fails_later(context: Context) -> np.ndarray:
+        return np.full(VOCAB_SIZE, np.nan) if len(context) > 30 else model(context)
+
+    model = random_model(1)
+    monkeypatch.setitem(registry.KINDS, "unforgetting", Unforgetting)
+    decoder = make_decoder(fails_later)
+    sequence = decoder.admit(Request([2] * 29, draft="unforgetting"))
+    finish(decoder, sequence)
+    with pytest.raises(OutriderError, match="raised KeyError"):
+        decoder.release(sequence)
+    assert sequence.finish_reason == "error" and decoder.target.cached_rows.length(0) == 0
 
 
 def test_a_kind_that_needs_what_there_never_is() -> None:
