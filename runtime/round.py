@@ -112,8 +112,9 @@ class HostRounds(Rounds):
         self._clock.lap()
         sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
-        held = copy_prompt(self.target, self.slots, sequence)
-        rows = prefill(self._target, slot.index, slot.tokens, held)[None, None]
+        if sequence.request.source:  # otherwise `prefill_chunk` has copied
+            copy_prompt(self.target, self.slots, sequence)
+        rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill += self._clock.lap()["verify"]
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:

@@ -146,19 +146,18 @@ int64_t Decoder::reusable_rows(int32_t slot, const Tokens& prompt) const {
 // its rows again; those that any slot holds can be copied. A few lost rows, such as those of
 // rejected drafts, are not worth a copy.
 int32_t Decoder::acquire(const Tokens& prompt) {
-  int64_t copyable = 0;
-  if (target_->copies_rows)
-    for (int32_t slot = 0; slot < slots(); ++slot)
-      copyable = std::max(copyable, reusable_rows(slot, prompt));
+  std::vector<int64_t> held(rows_.size());
+  if (reuse_)
+    for (int32_t slot = 0; slot < slots(); ++slot) held[slot] = reusable_rows(slot, prompt);
+  const int64_t copyable = target_->copies_rows ? *std::max_element(held.begin(), held.end()) : 0;
   const int64_t few = target_->copies_rows ? MIN_COPIED_ROWS : 0;
   int32_t best = -1;
   std::array<int64_t, 3> lowest_cost{};
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
-    const int64_t held = reuse_ ? reusable_rows(slot, prompt) : 0;
-    const int64_t lost = reuse_ ? target_->cached_rows.length(slot) - held : 0;
+    const int64_t lost = reuse_ ? target_->cached_rows.length(slot) - held[slot] : 0;
     const std::array<int64_t, 3> cost = {
-        std::max(few, lost) - std::max(held, copyable), -held, lost};
+        std::max(few, lost) - std::max(held[slot], copyable), -held[slot], lost};
     if (best < 0 || cost < lowest_cost) best = slot, lowest_cost = cost;
   }
   if (best < 0)
