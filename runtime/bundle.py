@@ -44,7 +44,6 @@ def load(
     verify: bool = True,
     device: str = "auto",
     graphs: bool = True,
-    loop: bool = False,
     table: str | Path | None = None,
     corpus: str | Path | None = None,
     chat_template: str | Path | None = None,
@@ -64,8 +63,6 @@ def load(
         and the CPU if it runs on both.
     graphs: replay a GPU's rounds as CUDA graphs; False launches each call separately, to measure
         the gain.
-    loop: let a GPU start the next round itself, so that a whole generation is one launch; not
-        faster on an H200 than rounds that are launched ahead.
     table: the file written by `python -m export.ngram`, for draft="unigram", "bigram" and "skip".
     corpus: a UTF-8 text file that draft="ngram", "copy" and "chain" search after the text itself.
     chat_template: a file with the Jinja source of a chat template, which replaces the checkpoint's.
@@ -85,8 +82,7 @@ def load(
     given = {name: path for name, path in files.items() if path is not None}
     for name, path in {"folder": folder, **given}.items():
         check_value(name, path, PATH)
-    flags = {"verify": verify, "graphs": graphs, "loop": loop, "reuse": reuse,
-             "draft_model": draft_model}  # fmt: skip
+    flags = {"verify": verify, "graphs": graphs, "reuse": reuse, "draft_model": draft_model}
     for name, flag in flags.items():
         check_value(name, flag, FLAG)
     template = None if chat_template is None else read_template(Path(chat_template))
@@ -100,9 +96,8 @@ def load(
         gpu = ordinal is not None
         check_bundle(manifest, folder, gpu=gpu)
         threads, plain_width = check_options(
-            gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
-            plain_width=plain_width,
-        )  # fmt: skip
+            gpu=gpu, graphs=graphs, files=table or corpus, threads=threads, plain_width=plain_width
+        )
         slots = check_slots(loaded, slots, gpu=gpu)
         tokenizer = _tokenizer(manifest, folder, template)
         memory = _memory(loaded, slots)
@@ -120,7 +115,7 @@ def load(
 
                 rounds = opening.open_rounds(
                     loaded, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
-                    graphs=graphs, loop=loop,
+                    graphs=graphs,
                 )  # fmt: skip
         pair = loaded.pair
         decoder = Decoder(
@@ -245,13 +240,11 @@ def max_threads() -> int:
 
 
 def check_options(
-    *, gpu: bool, graphs: bool, loop: bool, files: object, threads: int, plain_width: int | None
+    *, gpu: bool, graphs: bool, files: object, threads: int, plain_width: int | None
 ) -> tuple[int, int | None]:
     """`threads` and `plain_width` as Python's own numbers. Refuses options that the device does not
     support. files: the table or corpus, if one is given. Raises OutriderError "option"."""
     refuse_first([
-        (loop and not (gpu and graphs), "loop requires a GPU and CUDA graphs",
-         "Leave it out, or use a bundle for a GPU with graphs enabled."),
         (not (graphs or gpu), "graphs apply to a GPU, and this runs on the CPU",
          "Leave the option out."),
         (gpu and files, "table and corpus are supported only on the CPU in this version",

@@ -108,7 +108,6 @@ void run_block() {
 
 void __syncthreads() { wait(Waits::BLOCK); }
 void __syncwarp() { wait(Waits::WARP); }
-void __threadfence_system() {}
 
 // --- warps ------------------------------------------------------------------------------------
 
@@ -185,11 +184,6 @@ template <class T> T atomicOr(T* at, T value) {
   return old;
 }
 
-// Here the handle of a node is the address of its condition.
-void cudaGraphSetConditional(uint64_t handle, unsigned value) {
-  *reinterpret_cast<unsigned*>(handle) = value;
-}
-
 uint64_t global_timer() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
@@ -242,7 +236,6 @@ const std::map<std::string, void (*)(const void*)> kernels = {
     KERNEL(outrider_begin),
     KERNEL(outrider_feed),
     KERNEL(outrider_commit),
-    KERNEL(outrider_again),
 };
 #undef KERNEL
 

@@ -273,8 +273,7 @@ template <bool DRAW> DEVICE void couple(const Call& call) {
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
 static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_bookkeeping) == 112 &&
-                  sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
-                  sizeof(outrider_slot) == 136,
+                  sizeof(outrider_sequence) == 48 && sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
 extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
 
@@ -374,9 +373,4 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     outrider_commit(const __grid_constant__ outrider_bookkeeping data) {
   commit_round(data);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    outrider_again(const __grid_constant__ outrider_ring ring) {
-  publish_round(ring);
 }

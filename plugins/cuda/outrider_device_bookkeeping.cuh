@@ -5,10 +5,6 @@
 
 #include "outrider_device_row.cuh"
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
-#endif
-
 namespace {
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -31,10 +27,6 @@ DEVICE void record_time(const outrider_bookkeeping& data, int i) {
 
 DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 
-DEVICE bool has_turn(const int32_t* turns, const outrider_sequence* sequences, int b) {
-  return turns[b] >= 0 && sequences[b].ended == 0;
-}
-
 // Number of draft tokens: those wanted that can still become output and fit the draft's context.
 DEVICE int gamma_of(const outrider_bookkeeping& data, const outrider_sequence& sequence, int b) {
   const int left = min_of(sequence.max_length - sequence.length - 1,
@@ -50,7 +42,7 @@ DEVICE void begin_round(const outrider_bookkeeping& data) {
     const outrider_sequence& sequence = data.sequences[b];
     outrider_slot& slot = data.slots[b];
     const int length = sequence.length, gamma = gamma_of(data, sequence, b);
-    slot.gamma = has_turn(data.turns, data.sequences, b) ? gamma : -1;
+    slot.gamma = data.turns[b] >= 0 && sequence.ended == 0 ? gamma : -1;
     slot.position = static_cast<uint32_t>(length);
     slot.context_length = slot.context != nullptr ? length : 0;
     const int early = sequence.unsuppressed - length;
@@ -110,25 +102,6 @@ DEVICE void commit_round(const outrider_bookkeeping& data) {
     }
   });
   record_time(data, 2);
-}
-
-DEVICE void publish_round(const outrider_ring& ring) {
-  __shared__ uint32_t round;
-  if (threadIdx.x == 0) round = *ring.written;
-  __syncthreads();
-  const int words = ring.size / 8, entry = static_cast<int>(round % static_cast<uint32_t>(ring.entries));
-  uint64_t* const to = ring.ring + static_cast<int64_t>(entry) * words;
-  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
-    to[i] = ring.results[i];
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  *ring.written = round + 1;
-  bool more = false;
-  for (int b = 0; b < ring.slot_count; ++b) more = more || has_turn(ring.turns, ring.sequences, b);
-  const uint32_t waiting = round + 1 - *ring.read;
-  more = more && *ring.stop == 0 && waiting < static_cast<uint32_t>(ring.entries);
-  cudaGraphSetConditional(ring.condition, more ? 1 : 0);
 }
 
 } // namespace

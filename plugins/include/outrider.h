@@ -304,21 +304,6 @@ typedef struct {
   int32_t draft_vocab_size;      /* ids from here on are outside the draft's vocabulary */
 } outrider_bookkeeping;
 
-/* A whole generation as one launch: a round is the body of a conditional node (CUDA 12.4), and ends
- * with a fourth kernel, outrider_again. It copies the round's results to where the host reads them,
- * and repeats the body while a slot takes part, the ring has a free entry and `stop` is 0. */
-typedef struct {
-  uint64_t condition;            /* the node's cudaGraphConditionalHandle */
-  const outrider_sequence* sequences; /* [B] */
-  const int32_t* turns;          /* [B] */
-  const uint64_t* results;       /* [size / 8] of one round */
-  uint64_t* ring;                /* [entries, size / 8]; from here on: in page-locked host memory */
-  volatile uint32_t* written;    /* total number of rounds whose results the host may read */
-  const volatile uint32_t* read; /* number of those that it has read */
-  const volatile uint32_t* stop; /* not 0: run no further round */
-  int32_t slot_count, size, entries, reserved;
-} outrider_ring;
-
 /* The instruction set in use: "avx512vnni", "avx512", "avxvnni" or "avx2" on x86, "dotprod" or
  * "neon" on ARM, or "plain". outrider_use selects another one for later calls (for tests: draws and
  * verdicts are bitwise the same); it returns 1, or 0 if that one is not available. */

@@ -38,8 +38,7 @@ class CaptureError(Exception):
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph that can be launched. nodes: how many kernels, copies and fills it has; for a loop,
-    its body."""
+    """A graph that can be launched. nodes: how many kernels, copies and fills it has."""
 
     executable: Any
     nodes: int
@@ -164,17 +163,10 @@ class Cuda:
     def is_event_done(self, event: Any) -> bool:
         """Whether the work before the event's last record has ended; True if the event was never
         recorded."""
-        return self._is_done("cuEventQuery", event)
-
-    def is_stream_done(self, stream: int) -> bool:
-        """Whether all work on the stream has ended. Raises if it failed."""
-        return self._is_done("cuStreamQuery", stream)
-
-    def _is_done(self, query: str, what: Any) -> bool:
-        status = getattr(self._driver, query)(what)[0]
+        status = self._driver.cuEventQuery(event)[0]
         if status.name == "CUDA_ERROR_NOT_READY":
             return False
-        self._check(query, status)
+        self._check("cuEventQuery", status)
         return True
 
     def capture(self, enqueue: Callable[[], None], stream: int) -> Graph:
@@ -183,66 +175,23 @@ class Cuda:
         Raises CaptureError; the stream is then as before.
         """
         with _capturing():
-            (status,) = self._driver.cuStreamBeginCapture(stream, self._capture_mode())
+            mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            (status,) = self._driver.cuStreamBeginCapture(stream, mode)
             if int(status):
                 raise CaptureError(f"cuStreamBeginCapture: {status.name}")
-            graph = self._record(enqueue, stream)
-        return self._instantiate(graph)
-
-    def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Graph:
-        """Like `capture`, but the graph is a loop whose body repeats while one of its kernels sets
-        the condition.
-
-        enqueue: takes the condition's handle. Raises CaptureError.
-        """
-        with _capturing():
-            graph, body = self._record_loop(enqueue, stream)
-        return self._instantiate(graph, body)
-
-    def _record_loop(self, enqueue: Callable[[int], None], stream: int) -> tuple[Any, Any]:
-        driver = self._driver
-        try:
-            graph = self._call("cuGraphCreate", 0)
-            # 1, CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with a round.
-            handle = self._call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)
-            node = driver.CUgraphNodeParams()
-            node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-            node.conditional.handle, node.conditional.ctx = handle, self._context
-            node_types = driver.CUgraphConditionalNodeType
-            node.conditional.type, node.conditional.size = node_types.CU_GRAPH_COND_TYPE_WHILE, 1
-            self._call("cuGraphAddNode", graph, None, None, 0, node)
-            body = node.conditional.phGraph_out[0]
-            self._call(
-                "cuStreamBeginCaptureToGraph", stream, body, None, None, 0, self._capture_mode()
-            )
-        except (OutriderError, AttributeError, TypeError) as error:
-            # The driver or the bindings do not support loops.
-            raise CaptureError(first_line(error)) from error
-        self._record(lambda: enqueue(int(handle)), stream)
-        return graph, body
-
-    def _capture_mode(self) -> Any:
-        return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-    def _record(self, enqueue: Callable[[], None], stream: int) -> Any:
-        """The graph of what `enqueue` puts on a stream that is capturing."""
-        failure: BaseException | None = None
-        try:
-            enqueue()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the capture must be ended
-            failure = error
-        status, graph = self._driver.cuStreamEndCapture(stream)
+            failure: BaseException | None = None
+            try:
+                enqueue()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the capture must be ended
+                failure = error
+            status, graph = self._driver.cuStreamEndCapture(stream)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if failure is not None:
             raise CaptureError(first_line(failure)) from failure
         if int(status):
             raise CaptureError(f"cuStreamEndCapture: {status.name}")
-        return graph
-
-    def _instantiate(self, graph: Any, body: Any = None) -> Graph:
-        """Instantiate a graph. body: of a loop, the graph that is repeated."""
-        _, nodes = self._call("cuGraphGetNodes", graph if body is None else body)
+        _, nodes = self._call("cuGraphGetNodes", graph)
         status, executable = self._driver.cuGraphInstantiate(graph, 0)
         self._call("cuGraphDestroy", graph)
         if int(status):

@@ -117,9 +117,6 @@ def _parser() -> ArgumentParser:
         "for; the CPU if BACKEND=onnxruntime)")
     add("--no-graphs", action="store_false", dest="graphs",
         help="on a GPU, launch each call separately instead of each round as one CUDA graph")
-    add("--loop", action="store_true",
-        help="let the GPU start the next round itself, so that a whole generation is one launch "
-        "(CUDA 12.4; no faster on an H200)")
     add("--table", type=Path, metavar="FILE.npz",
         help="token counts written by `python -m export.ngram`, for --draft unigram, bigram and "
         "skip")

@@ -63,9 +63,8 @@ def _load(args: Namespace, all_options: Sequence[Options]) -> TextEngine:
     return load(
         args.engines, slots=args.slots or (SLOTS_PER_BEAM * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
-        device=args.device, graphs=args.graphs, loop=args.loop,
-        table=args.table, corpus=args.corpus, chat_template=args.chat_template,
-        reuse=not args.baseline, plain_width=args.plain_width,
+        device=args.device, graphs=args.graphs, table=args.table, corpus=args.corpus,
+        chat_template=args.chat_template, reuse=not args.baseline, plain_width=args.plain_width,
         draft_model=any(map(_needs_model, all_options)),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ KERNELS = tuple(
         b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_mass",
         b"verify_couple", b"verify_rest", b"verify_rest_general", b"draw_scan",
         b"draw_scan_general", b"draw_filter", b"draw_mass", b"draw_couple", b"begin", b"feed",
-        b"commit", b"again",
+        b"commit",
     )
 )  # fmt: skip
 IMAGE_FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
@@ -66,17 +66,6 @@ class Bookkeeping(ctypes.Structure):
             "step_ids", "step_position", "target_ids", "target_position", "clock",
         )),
         *((name, ctypes.c_int32) for name in ("slot_count", "width", "step", "draft_vocab_size")),
-    )  # fmt: skip
-
-
-class Ring(ctypes.Structure):
-    """outrider_ring."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in (
-            "condition", "sequences", "turns", "results", "ring", "written", "read", "stop",
-        )),
-        *((name, ctypes.c_int32) for name in ("slot_count", "size", "entries", "reserved")),
     )  # fmt: skip
 
 
@@ -206,11 +195,10 @@ class Device(Cuda):
         for launch in plan.launches[: plan.launch_count]:
             self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
-    def launch_bookkeeping(self, kernel: str, data: Bookkeeping | Ring, stream: int) -> None:
-        """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. May be captured too."""
+    def launch_bookkeeping(self, kernel: str, data: Bookkeeping, stream: int) -> None:
+        """Enqueue outrider_begin, _feed or _commit. May be captured too."""
         self.make_current()
-        words = data.size // 8 if isinstance(data, Ring) else data.slot_count
-        block = min(512, -(-words // 32) * 32)
+        block = min(512, -(-data.slot_count // 32) * 32)
         self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(data), stream)
 
     def _launch(

@@ -12,7 +12,6 @@ from ..files.manifest import Manifest
 from ..files.progress import size_text
 from ..sampling import kernel
 from .launch import Device
-from .loop import LoopingRounds
 from .memory import Sizes
 from .rounds import DeviceRounds
 
@@ -35,7 +34,6 @@ def open_rounds(
     memory: dict[str, int],
     *,
     graphs: bool,
-    loop: bool,
 ) -> DeviceRounds:
     """Open both engines on a GPU. memory: the bytes of weights and caches, to which this adds those
     of activations and buffers. Raises OutriderError "backend", "memory"."""
@@ -51,8 +49,7 @@ def open_rounds(
         )
         for role, facts in pair.models()
     }  # fmt: skip
-    rounds = LoopingRounds if loop else DeviceRounds
-    return rounds(
+    return DeviceRounds(
         device, stream, engines["target"], engines.get("draft"), vocab_size=pair.vocab_size,
         max_len=pair.max_len, max_gamma=pair.max_gamma, graphs=graphs,
         draft_max_len=pair.draft.max_len if pair.draft else None,

@@ -91,21 +91,16 @@ class Programs(Rounds):
         """The action that puts a round of this shape on the stream: as a graph or call by call."""
         program = self._programs.get(shape)
         if program is None:
-            program = self._programs[shape] = self._round_program(shape, shape)
+            program = self._programs[shape] = self._round_program(shape)
         if self._use_graphs and shape not in self._graphs:
-            body = partial(enqueue_all, program)
-            self._graphs[shape] = self._capture(
-                shape, program, lambda: self._device.capture(body, self._stream)
-            )
+            self._graphs[shape] = self._capture(shape, program)
         graph = self._graphs.get(shape)
         if graph is not None:
             return lambda: self._device.replay(graph, self._stream)
         return lambda: enqueue_all(program)
 
-    def _capture(
-        self, shape: Shape, program: list[Action], capture: Callable[[], Graph], what: str = "graph"
-    ) -> Graph | None:
-        """Capture a program with `capture`; None, with a one-line warning, if that fails."""
+    def _capture(self, shape: Shape, program: list[Action]) -> Graph | None:
+        """Capture a program as a graph; None, with a one-line warning, if that fails."""
         # First run it without any sequences: engines prepare what cannot be done in a capture.
         self._upload_gammas({}, shape.batch)
         enqueue_all(program)
@@ -115,10 +110,10 @@ class Programs(Rounds):
                 for engine in (self.target, self.draft):
                     if engine is not None:
                         stack.enter_context(engine.capturing())
-                return capture()
+                return self._device.capture(partial(enqueue_all, program), self._stream)
         except CaptureError as error:
             logger.warning(
-                "rounds of gamma=%d run without a CUDA %s, slower: %s", shape.gamma, what, error
+                "rounds of gamma=%d run without a CUDA graph, slower: %s", shape.gamma, error
             )
             return None
 
@@ -182,9 +177,9 @@ class Programs(Rounds):
             self._launch_bookkeeping("outrider_commit", data),
         ]
 
-    def _round_program(self, shape: Shape, graph: object) -> list[Action]:
+    def _round_program(self, shape: Shape) -> list[Action]:
         """The actions of a round, in order. All addresses are fixed; what varies is in device
-        memory. graph: see `DeviceEngine.enqueue`."""
+        memory."""
         at, batch, gamma = self._buffers, shape.batch, shape.gamma
         sizes, buffers = self._kernel_arguments(shape, 0)
         data = self._bookkeeping(shape)
@@ -204,7 +199,7 @@ class Programs(Rounds):
                     if step
                     else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
                 )
-                actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
+                actions.append(lambda call=call: draft.enqueue(call, shape))  # type: ignore[misc]
                 drawn = self._logits_view(draft, logits, row, row)
                 actions.append(self._launch_plan(launch.plan_draw(sizes, drawn, buffers, step)))
                 actions.append(self._launch_bookkeeping("outrider_feed", data, step))
@@ -217,7 +212,7 @@ class Programs(Rounds):
         verdicts = launch.plan_verify(sizes, target, drafts, buffers)
         return [
             *actions,
-            lambda: self.target.enqueue(verify, graph),
+            lambda: self.target.enqueue(verify, shape),
             self._launch_plan(verdicts),
             self._launch_bookkeeping("outrider_commit", data),
         ]

@@ -208,7 +208,7 @@ class DeviceRounds(Programs):
         """Record that this sequence has read the results. Their memory may be reused even if the
         copy into it is still pending, since the next one comes later on the same stream."""
         in_flight.readers.discard(sequence)
-        if not in_flight.readers and in_flight.event is not None:
+        if not in_flight.readers:
             self._free_downloads.append((in_flight.memory, in_flight.event))
 
     # Texts

@@ -23,7 +23,7 @@ from bench.suites.gpu import (
     times,
     unwritten,
 )  # fmt: skip
-from bench.suites.gpu.checks import Checks, compare_loop
+from bench.suites.gpu.checks import Checks
 from bench.suites.gpu.constructed import SHAPES, TARGET, check_bigram, fill_weights, write_bundled
 from bench.suites.gpu.engines import main, run_sections
 from bench.suites.gpu.profiling import Kernel
@@ -303,7 +303,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     same = [x["same_first_tokens"] for n, x in found["transformers"].items() if "rs" in n]
     assert min(same) > 20, found
     assert {path.name for path in tmp_path.iterdir()} == {
-        "log", "tiny-times.json", "tiny-loop.json", "bundled-check.json", "bundled-loop.json",
+        "log", "tiny-times.json", "bundled-check.json",
     }  # fmt: skip
 
 
@@ -333,21 +333,6 @@ def test_a_round_from_inside() -> None:
 # On a GPU
 
 
-def test_a_loop_that_is_refused(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
-    """The refusal is reported in one line; the fallback's time is not reported as the loop's."""
-
-    def opened(**how: Any) -> Any:
-        return load(llama_bundle, device="cuda", verify=False, **how)
-
-    options = {"max_new_tokens": 20, "gamma": 2, "ignore_eos": True}
-    found = compare_loop(opened, options, [1, 2, 3])
-    assert found["passed"] and {"launched ahead", "loop"} < set(found)
-    on_fake_gpu.loops = False
-    found = compare_loop(opened, options, [1, 2, 3])
-    assert found["passed"] is None and "loop" not in found and "launched ahead" in found
-    assert "without a CUDA loop, slower: " in found["refused"]
-
-
 @pytest.mark.slow
 def test_the_gpus_side(
     llama_bundle: Path, on_fake_gpu: FakeDriver, workshop: Workshop, tmp_path: Path,
@@ -363,7 +348,7 @@ def test_the_gpus_side(
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()
     folder_of(place, source, source, llama_bundle)
-    timed = run_sections(Times(place, "cuda", quick=True), [*Times.NAMES, "loop"])
+    timed = run_sections(Times(place, "cuda", quick=True), Times.NAMES)
     assert timed["passed"], timed
     row = timed["rounds"]["temperature 0, gamma 2"]
     assert row["alpha"] == 1 and 0 < row["host_share"] < 1 and row["of_copy_bandwidth"] > 0
@@ -374,15 +359,11 @@ def test_the_gpus_side(
     assert timed["rounds"]["graph_nodes"]["gamma 2"] > timed["rounds"]["graph_nodes"]["gamma 0"]
     assert timed["profile"]["gamma 2"]["kernels"] == 5
     assert timed["memory"]["goal"]["limit"] == 0.1
-    assert timed["loop"]["goal"]["limit"] == 0.01 and timed["loop"]["passed"]
     assert 0 < timed["memory"]["used"]["loaded"] <= timed["memory"]["used"]["after_rounds"]
 
-    names = [*Checks.NAMES, "loop"]
-    found = run_sections(Checks(place, "cuda", quick=True), names)
-    assert {name: found[name]["passed"] for name in names} == {
+    found = run_sections(Checks(place, "cuda", quick=True), Checks.NAMES)
+    assert {name: found[name]["passed"] for name in Checks.NAMES} == {
         "texts": False, "acceptance": False, "certificates": True, "graphs": True,
-        "long_prompt": None, "loop": True,
+        "long_prompt": None,
     }, found  # fmt: skip
     assert found["texts"]["same_without_ahead"] and found["acceptance"]["alpha"] == 1
-    assert {"loop", "launched ahead"} < set(found["loop"])
-    assert "capture loop" in on_fake_gpu.log

@@ -38,7 +38,7 @@ def test_every_gpu_part_is_skipped_by_name(tmp_path, monkeypatch):
     assert good and report["gpu"] is None
     assert {
         "smoke", "kernel, quick", "1b+small: times", "8b+1b: times", "bundled: check",
-        "bundled: loop", "kernel tests", "sanitizer: memcheck", "kernel times",
+        "kernel tests", "sanitizer: memcheck", "kernel times",
     } < report["parts"].keys()  # fmt: skip
     assert set(outcomes(report).values()) == {"skipped"}
     assert {part["reason"] for part in report["parts"].values()} == {"there is no CUDA driver"}
@@ -163,7 +163,7 @@ def test_the_plan(tmp_path):
                 place = getattr(given, "folder", None) or Path(given.out)
                 assert tmp_path not in place.parents
                 parsed += 1
-    assert parsed == 2 * 3 + 7
+    assert parsed == 10
 
 
 def test_pairs_that_were_compiled_before(tmp_path, monkeypatch):

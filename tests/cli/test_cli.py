@@ -59,12 +59,12 @@ def test_how_the_bundle_is_loaded(cli):
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
     usual |= {"table": None, "corpus": None, "reuse": True, "plain_width": None}
     usual |= {"draft_model": True, "chat_template": None}
-    assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
-    more = "--slots 3 --threads 2 --no-verify-files --device cuda:1 --no-graphs --loop"
+    assert cli.loaded == {**usual, "device": "auto", "graphs": True}
+    more = "--slots 3 --threads 2 --no-verify-files --device cuda:1 --no-graphs"
     cli("--prompt", "a", "--max-new-tokens", "1", *more.split(), "--chat-template", "x")
     own = {"slots": 3, "threads": 2, "verify": False, "device": "cuda:1"}
     own |= {"chat_template": Path("x")}
-    assert cli.loaded == {**usual, **own, "graphs": False, "loop": True}
+    assert cli.loaded == {**usual, **own, "graphs": False}
 
 
 @pytest.mark.parametrize(

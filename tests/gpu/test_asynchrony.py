@@ -10,26 +10,23 @@ import numpy as np
 import pytest
 from cuda_standin import FakeDriver, make_device
 from devices import DRAFT, MODEL, decode_randomly, decoder_on, host, steps
-from rounds import broken, cases
+from rounds import broken
 
 from runtime.backends import cuda
 from runtime.backends.cuda import Cuda
 from runtime.files.errors import OutriderError
-from runtime.gpu.loop import LoopingRounds
-from runtime.gpu.rounds import DeviceRounds
 
 SEEDS = range(3)
 
 
-@pytest.mark.parametrize("rounds", cases([DeviceRounds], [LoopingRounds]))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_hosts_tokens_whenever_things_happen(
-    monkeypatch: pytest.MonkeyPatch, rounds: type[DeviceRounds], seed: int
+    monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """With so little page-locked memory that uploads have to wait for it."""
     monkeypatch.setattr(cuda, "STAGING_PIECES", 2)
     driver = FakeDriver(seed=seed)
-    found = decode_randomly(decoder_on(driver, rounds=rounds, slots=3), seed)
+    found = decode_randomly(decoder_on(driver, slots=3), seed)
     assert found == decode_randomly(host(monkeypatch, slots=3), seed)
 
 

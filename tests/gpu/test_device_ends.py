@@ -9,21 +9,17 @@ import pytest
 from cuda_standin import FakeDriver
 from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, text
-from rounds import cases, finish, ids
+from rounds import finish, ids
 
-from runtime.gpu.loop import LoopingRounds
-from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
-each = pytest.mark.parametrize("rounds", cases([DeviceRounds], [LoopingRounds]))
 
 
-@each
-def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:
+def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver) -> None:
     """A closed stream is released in any thread, even during a round of others."""
-    decoder = decoder_on(driver, rounds=rounds, slots=2)
+    decoder = decoder_on(driver, slots=2)
     both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
     decoder.round(both)
     device, calls = decoder.rounds._device, []
@@ -35,13 +31,10 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
     assert ids(both[1]) == text(decoder_on(driver), both[1].request)
 
 
-@each
 @pytest.mark.parametrize("current", ["context", "another"])
-def test_all_memory_is_given_back(
-    driver: FakeDriver, rounds: type[DeviceRounds], current: str
-) -> None:
+def test_all_memory_is_given_back(driver: FakeDriver, current: str) -> None:
     """Also while another GPU's context is current."""
-    decoder = decoder_on(driver, rounds=rounds)
+    decoder = decoder_on(driver)
     text(decoder, REQUEST)
     assert driver.allocated and driver.pinned
     driver.current = [current]
@@ -51,19 +44,17 @@ def test_all_memory_is_given_back(
     assert driver.current == [current]
 
 
-@each
 @pytest.mark.parametrize("midst", ["of a capture", "of the stream's work"])
 def test_an_engine_ends(
     driver: FakeDriver,
-    rounds: type[DeviceRounds],
     midst: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """During a capture, when waiting for the GPU is forbidden, or while work is in progress."""
-    old = [decoder_on(driver, rounds=rounds)]
+    old = [decoder_on(driver)]
     expected = text(old[0], REQUEST)
-    decoder = decoder_on(driver, rounds=rounds)
+    decoder = decoder_on(driver)
     caplog.clear()
     driver.log.clear()
     name = "enqueue" if midst == "of a capture" else "_run"
@@ -80,8 +71,7 @@ def test_an_engine_ends(
     assert text(decoder, REQUEST) == expected
     assert gc.isenabled()
     assert not old and len(driver.allocated) < owned, "the old engine was freed"
-    captured = "capture" if rounds is DeviceRounds else "capture loop"
-    assert captured in driver.log and not caplog.messages
+    assert "capture" in driver.log and not caplog.messages
 
 
 class OccasionalGamma:
@@ -98,27 +88,21 @@ class OccasionalGamma:
         self.gammas.append(gamma)
 
 
-@each
 @pytest.mark.parametrize(("usual", "other"), [(2, 3), (0, 1), (3, 0)])
-def test_a_gamma_that_is_asked_for_once(
-    driver: FakeDriver, rounds: type[DeviceRounds], usual: int, other: int
-) -> None:
+def test_a_gamma_that_is_asked_for_once(driver: FakeDriver, usual: int, other: int) -> None:
     """It is used exactly once per request for it, although a round with the usual gamma has already
     been launched."""
     policy = OccasionalGamma(usual, other)
     plain = Request([2, 3, 4], SamplingParams(temperature=0), gamma=0, max_new_tokens=50)
     request = replace(plain, policy=policy, gamma=max(usual, other))
-    assert text(decoder_on(driver, rounds=rounds), request) == text(decoder_on(driver), plain)
+    assert text(decoder_on(driver), request) == text(decoder_on(driver), plain)
     early = policy.gammas[:-2]  # the last rounds are shorter
     assert 1 <= early.count(other) <= policy.calls // 5
     assert set(early) == {usual, other}
 
 
-@each
-def test_an_interrupt_ends_the_capture(
-    driver: FakeDriver, rounds: type[DeviceRounds], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = decoder_on(driver, rounds=rounds)
+def test_an_interrupt_ends_the_capture(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_on(driver)
     sequence = decoder.admit(REQUEST)
     real = FakeDeviceEngine.enqueue
 

@@ -30,7 +30,7 @@ from runtime.gpu.rounds import DeviceRounds, flags_of
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 
-LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
+BOOKKEEPING_KERNELS = ("outrider_begin", "outrider_feed", "outrider_commit")
 REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
 
 
@@ -80,8 +80,8 @@ def test_the_kernels_of_a_round_in_order(driver: FakeDriver) -> None:
     sequence = decoder.admit(Request([2, 3, 4], SamplingParams(), gamma=2, max_new_tokens=40))
     driver.launched.clear()
     decoder.round([sequence])
-    loops = [name for name, *_ in driver.launched if name in LOOP_NAMES]
-    assert loops == ["outrider_begin", "outrider_feed", "outrider_feed", "outrider_commit"]
+    bookkeeping = [name for name, *_ in driver.launched if name in BOOKKEEPING_KERNELS]
+    assert bookkeeping == ["outrider_begin", "outrider_feed", "outrider_feed", "outrider_commit"]
     assert driver.launched[0][0] == "outrider_begin"
     assert driver.launched[-1][0] == "outrider_commit"
     engines = (decoder.target.calls[-1], *decoder.draft.calls[-2:])

@@ -153,20 +153,6 @@ def test_without_the_draft_model(llama_bundle: Path, on_fake_gpu: FakeDriver) ->
         engine.generate("some words", draft="model")
 
 
-@pytest.mark.parametrize("supported", [True, False])
-def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver, supported: bool) -> None:
-    """If the driver lacks loops, the rounds run one by one. Both report the draft's prefill."""
-    on_fake_gpu.loops = supported
-    engine = load(llama_bundle, device="cuda", loop=True)
-    result = engine.generate("some words", max_new_tokens=9, ignore_eos=True)
-    assert len(result.tokens) == 9 and result.stats.rounds
-    assert result.stats.time_draft_prefill > 0
-    assert "capture loop" in on_fake_gpu.log or not supported
-    for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
-        with pytest.raises(OutriderError, match="loop requires a GPU and CUDA graphs"):
-            load(llama_bundle, loop=True, **options)
-
-
 def test_without_graphs(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     engine = load(llama_bundle, device="cuda", graphs=False)
     assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9

@@ -177,7 +177,7 @@ def test_options_of_another_type_are_refused(bundle: Path) -> None:
     with pytest.raises(OutriderError, match=r"option: folder=None \(NoneType\) is not a path"):
         load(cast(Path, None))
     paths = [(name, 5) for name in ("table", "corpus", "chat_template")]
-    flags = [(name, None) for name in ("verify", "graphs", "loop", "reuse", "draft_model")]
+    flags = [(name, None) for name in ("verify", "graphs", "reuse", "draft_model")]
     threads = [("threads", value) for value in ("a", 2.5, True)]
     for name, value in (*paths, *flags, *threads, ("device", 3)):
         nonsense: dict[str, Any] = {name: value}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import near, random_model
-from rounds import broken, cases, finish, ids, make_decoder, run, without_loop
+from rounds import all_samplers, broken, cases, finish, ids, make_decoder, run
 from scipy import stats
 
 from runtime.decoder import Decoder
@@ -96,7 +96,7 @@ def logprobs_are_the_targets(sequence: ActiveSequence) -> None:
         text.append(token.id)
 
 
-@without_loop
+@all_samplers
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_logprobs_are_the_plain_targets(gamma: int, temperature: float) -> None:

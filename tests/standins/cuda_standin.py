@@ -21,22 +21,18 @@ from typing import Any
 import pytest
 
 from plugins.tools.build import BuildError, build_emulated
-from runtime.gpu.launch import Bookkeeping, Device, Plan, Ring
+from runtime.gpu.launch import Bookkeeping, Device, Plan
 from runtime.sampling import kernel
 
 DEFAULT, STREAM = 0, 0x5EED  # neither waits for the other
 PROGRESS = 0.5  # probability, on each call, that the device has run one more piece of work
-PARAMETERS = {
-    b"outrider_begin": Bookkeeping, b"outrider_feed": Bookkeeping, b"outrider_commit": Bookkeeping,
-    b"outrider_again": Ring,
-}  # fmt: skip
+BOOKKEEPING_KERNELS = (b"outrider_begin", b"outrider_feed", b"outrider_commit")
 NAMES = {
     0: "CUDA_SUCCESS",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
     500: "CUDA_ERROR_NOT_FOUND",
     600: "CUDA_ERROR_NOT_READY",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
-    801: "CUDA_ERROR_NOT_SUPPORTED",
     900: "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
     901: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
 }
@@ -86,8 +82,6 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
     )
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
-    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
     def __init__(self, memory: int = 1 << 28, seed: int = 0):
@@ -99,8 +93,6 @@ class FakeDriver:
         self.log: list[str] = []
         self.loaded = b""
         self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
-        self.conditions: dict[int, Any] = {}
-        self.loops = True  # whether this driver version supports conditional nodes
         self.loaded_kernels: set[bytes] = set()
         self._queues: dict[int, list[Work]] = {DEFAULT: [], STREAM: []}
         self._recording: list[Work] | None = None
@@ -158,7 +150,8 @@ class FakeDriver:
     ) -> Status:  # fmt: skip
         assert (block_y, block_z, extra) == (1, 1, 0)
         assert kernel in self.loaded_kernels
-        size = ctypes.sizeof(PARAMETERS[kernel]) if kernel in PARAMETERS else Plan.call.size
+        bookkeeping = kernel in BOOKKEEPING_KERNELS
+        size = ctypes.sizeof(Bookkeeping) if bookkeeping else Plan.call.size
         parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
 
         def work() -> None:
@@ -226,13 +219,6 @@ class FakeDriver:
         self.drain(stream)
         return (OK,)
 
-    def cuStreamQuery(self, stream: int) -> Status:
-        """Each query lets the stream run one piece of work."""
-        assert self._recording is None
-        if self._queues[stream]:
-            self._step(stream)
-        return (Error(600) if self._queues[stream] else OK,)
-
     def cuEventCreate(self, flags: int) -> tuple[Error, dict[str, int]]:
         assert flags == 2
         return OK, {"recorded": 0, "reached": 0}
@@ -259,17 +245,9 @@ class FakeDriver:
         self._invalid = self._recording is not None
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> Status:
-        return self._record(stream, [], "capture")
-
-    def cuStreamBeginCaptureToGraph(
-        self, stream: int, body: list[Work], before: None, edges: None, count: int, mode: int
-    ) -> Status:
-        return self._record(stream, body, "capture loop")
-
-    def _record(self, stream: int, graph: list[Work], what: str) -> Status:
         assert (stream, self._recording) == (STREAM, None)
-        self._recording = graph
-        self.log.append(what)
+        self._recording = []
+        self.log.append("capture")
         return (OK,)
 
     def cuStreamEndCapture(self, stream: int) -> tuple[Error, list[Work] | None]:
@@ -278,9 +256,6 @@ class FakeDriver:
             self._invalid = False
             return Error(901), None
         return OK, graph
-
-    def cuGraphCreate(self, flags: int) -> tuple[Error, list[Work]]:
-        return OK, []
 
     def cuGraphGetNodes(self, graph: list[Work]) -> tuple[Error, list[object], int]:
         return OK, [], len(graph)
@@ -301,40 +276,6 @@ class FakeDriver:
         for work in graph:
             self.enqueue(stream, work)
         return (OK,)
-
-    @staticmethod
-    def CUgraphNodeParams() -> SimpleNamespace:
-        return SimpleNamespace(conditional=SimpleNamespace())
-
-    def cuGraphConditionalHandleCreate(
-        self, graph: list[Work], context: str, first: int, flags: int
-    ) -> tuple[Error, int]:
-        assert (context, first, flags) == ("context", 1, 1)
-        condition = ctypes.c_uint32(0)
-        address = ctypes.addressof(condition)
-        self.conditions[address] = condition
-        return (OK, address) if self.loops else (Error(801), 0)
-
-    def cuGraphAddNode(
-        self, graph: list[Work], before: None, edges: None, count: int, node: SimpleNamespace
-    ) -> tuple[Error, str]:
-        """Add a loop: a capture fills its body, which runs while its condition is nonzero."""
-        what = node.conditional
-        assert (node.type, what.type, what.size, what.ctx, count) == (13, 1, 1, "context", 0)
-        body: list[Work] = []
-        what.phGraph_out = [body]
-        condition = self.conditions[what.handle]
-
-        def again() -> None:
-            if condition.value:
-                self._queues[STREAM][0:0] = [*body, again]
-
-        def begin() -> None:
-            condition.value = 1
-            again()
-
-        graph.append(begin)
-        return OK, "node"
 
     # Memory
 

@@ -89,12 +89,10 @@ def make_rounds(
     draft: FakeEngine | None,
     *,
     driver: FakeDriver | None = None,
-    rounds: type[DeviceRounds] = DeviceRounds,
     dtype: Dtype = "float32",
     **options: Any,
 ) -> DeviceRounds:
-    """Rounds on fake engines. rounds: `DeviceRounds` or `LoopingRounds`; dtype: of the logits;
-    options: those of `rounds`."""
+    """Rounds on fake engines. dtype: of the logits; options: those of `DeviceRounds`."""
     driver = driver or FakeDriver()
     device = make_device(driver)
     stream = device.create_stream()
@@ -102,4 +100,4 @@ def make_rounds(
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)
     ]
-    return rounds(device, stream, engines[0], engines[1], **options)
+    return DeviceRounds(device, stream, engines[0], engines[1], **options)

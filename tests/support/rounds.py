@@ -15,8 +15,6 @@ from fakes import VOCAB_SIZE, CopyingFake, Model
 
 from runtime.decoder import Decoder
 from runtime.drafts.tables import Tables
-from runtime.gpu.loop import LoopingRounds
-from runtime.gpu.rounds import DeviceRounds
 from runtime.round import HostRounds
 from runtime.sampling import kernel
 from runtime.sampling.distribution import Distribution
@@ -29,12 +27,7 @@ from runtime.sequence import ActiveSequence, Request, Rounds
 
 SAMPLER = "numpy"  # set by the fixture `sampler`
 
-# The loop on the device is an option: on a GPU it was no faster than launching ahead.
-LOOP = pytest.param("loop", marks=pytest.mark.slow)
-all_samplers = pytest.mark.parametrize(
-    "sampler", ["numpy", "kernel", "device", LOOP], indirect=True
-)
-without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+all_samplers = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
 # Also for tests that choose the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
 # kernels with the CPU's on the same numbers.
 on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
@@ -110,11 +103,10 @@ def make_decoder(
         capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip
     rounds: Rounds
-    if SAMPLER in ("device", "loop"):
+    if SAMPLER == "device":
         rounds = device_standin.make_rounds(
             target_engine, other, vocab_size=vocab_size, max_len=max_len, max_gamma=max_gamma,
             draft_max_len=draft_max_len,
-            rounds=LoopingRounds if SAMPLER == "loop" else DeviceRounds,
         )  # fmt: skip
     else:
         width = min(vocab_size, draft_width or vocab_size)

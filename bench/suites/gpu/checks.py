@@ -10,9 +10,7 @@ margin of 0.05.) At most `MAX_TIE_SHARE` of a text's tokens may be near-ties.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from runtime import Options, TextEngine, load
 from runtime.certificate import check as certify
 
 from ...core.prompts import PROMPTS
-from .constructed import free_gpu_memory
 from .suite import NO_GPU
 
 TOLERANCE = 4 * 2**-4  # logits
@@ -29,7 +26,6 @@ MAX_TIE_SHARE = 0.05
 EXTRA_TOKENS = 150  # tokens of a long prompt after its first prefill call
 TOP_LOGPROBS = 64  # number of most probable tokens that the reference reports
 MAX_MARGIN = 99.0  # the margin of a token that is not among them
-TEXTS = 3  # decoded with a loop; the first is the warm-up
 MAX_ALPHA_DIFFERENCE = 0.1  # with twice 450 drafts: three standard errors if all were independent
 Tie = dict[str, Any]  # token that differs from the reference's; margin: difference of their logits
 
@@ -38,7 +34,6 @@ class Checks:
     """The bundle of a folder on a device. Each method in `NAMES` is a check and returns {"passed":
     ...}, with None if the device cannot decide it."""
 
-    # Without "loop", because a loop that does not end would prevent all later checks.
     NAMES = ("texts", "acceptance", "certificates", "graphs", "long_prompt")
 
     def __init__(self, folder: Path, device: str, quick: bool):
@@ -103,25 +98,8 @@ class Checks:
         slot and in two."""
         return NO_GPU if self.device == "cpu" else self.compare({"graphs": True}, {"graphs": False})
 
-    def loop(self) -> dict[str, Any]:
-        """Check that a text launched as one loop and a text launched round by round have the same
-        tokens; and time their rounds."""
-        if self.device == "cpu":
-            return NO_GPU
-        # Differences in two slots are reported, but do not fail the check: when a request joins,
-        # leaves or has another gamma, the GPU is rounds ahead in a graph with other widths, whose
-        # matrix products round differently.
-        result = self.compare({"loop": False}, {"loop": True}, same_graphs=False)
-        timed = compare_loop(
-            lambda loop: load(self.folder / "bundle", device=self.device, loop=loop, verify=False),
-            self.draft_options, self.prompts[0],
-        )  # fmt: skip
-        return {**timed, **result, "passed": result["passed"] and timed["passed"] is not False}
-
-    def compare(self, *ways: dict[str, Any], same_graphs: bool = True) -> dict[str, Any]:
-        """Check that two ways of loading the bundle give the same tokens. same_graphs: both run the
-        same graphs in each round; otherwise only texts in a single slot count, without their last
-        rounds."""
+    def compare(self, *ways: dict[str, Any]) -> dict[str, Any]:
+        """Check that two ways of loading the bundle give the same tokens."""
         gamma = max(self.gammas)
         options: list[dict[str, Any]] = [
             *({"gamma": g, "temperature": t, "seed": 7 + g}
@@ -146,9 +124,7 @@ class Checks:
             for i, (a, b) in enumerate(zip(*texts, strict=True))
             if a != b
         ]  # fmt: skip
-        end = limits["max_new_tokens"] - gamma - 1
-        counted = [x for x in differ if same_graphs or (x["slots"] == 1 and x["position"] < end)]
-        return {"passed": not counted, "texts": len(texts[0]), "differ": differ}
+        return {"passed": not differ, "texts": len(texts[0]), "differ": differ}
 
     def long_prompt(self) -> dict[str, Any]:
         """Check a prompt that needs two prefill calls."""
@@ -194,46 +170,3 @@ def judge_ties(ties: list[Tie], tokens: int) -> dict[str, Any]:
         "passed": near == len(ties) <= max(1, MAX_TIE_SHARE * tokens),
         "tokens": tokens, "near_ties": near, "worst": worst[:4],
     }  # fmt: skip
-
-
-def compare_loop(
-    load_engine: Callable[..., TextEngine], options: dict[str, Any], prompt: Sequence[int]
-) -> dict[str, Any]:
-    """Compare a whole text as one launch with rounds that are launched ahead: tokens and time.
-    load_engine: loads the engine, with the argument `loop`. If the driver refuses the loop, the
-    check does not fail: the reason is reported, with the time of rounds launched ahead only."""
-    result: dict[str, Any] = {}
-    texts: list[list[int]] = []
-    for loop, name in ((False, "launched ahead"), (True, "loop")):
-        with collect_warnings() as messages:
-            engine = load_engine(loop=loop)
-            for _ in range(TEXTS):
-                text = engine.generate(prompt, **options)
-        if refused := next((line for line in messages if "without a CUDA loop" in line), None):
-            result["refused"] = refused
-            break
-        texts.append(text.token_ids)
-        stats = text.stats
-        device = stats.time_draft + stats.time_verify
-        result[name] = {
-            "wall_ms": round(1e3 * stats.time_rounds / stats.rounds, 4),
-            "device_ms": round(1e3 * device / stats.rounds, 4),
-            "host_share": round(1 - device / stats.time_rounds, 4),
-        }
-        del engine, text, stats
-        free_gpu_memory()  # before the next engine takes as much memory
-    same = len(texts) == 2 and texts[0] == texts[1]
-    return {"passed": None if "refused" in result else same, **result}
-
-
-@contextmanager
-def collect_warnings() -> Iterator[list[str]]:
-    """Collect the runtime's warnings within the block."""
-    found: list[str] = []
-    logger, handler = logging.getLogger("outrider"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)

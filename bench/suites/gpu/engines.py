@@ -43,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         add("--device", default="cuda", choices=["cuda", "cpu"])
         add("--json", type=Path, metavar="FILE", help="write the report to this file")
         add("--quick", action="store_true", help="fewer settings and shorter texts")
-        add("--only", action="append", choices=[*KINDS[name].NAMES, "loop"])
     return parser
 
 
@@ -62,7 +61,7 @@ def _main(args: argparse.Namespace) -> int:
         return 0
     kind = KINDS[args.command]
     subject = kind(args.folder, args.device, args.quick)
-    report = run_sections(subject, getattr(args, "only", None) or kind.NAMES, args.json)
+    report = run_sections(subject, kind.NAMES, args.json)
     return 0 if report["passed"] else 1
 
 

@@ -179,14 +179,11 @@ def times_parts(
     """Parts that time a constructed pair and remove it. parent: folder for its report, which is
     also copied into the whole report. limit, expected: seconds for the times."""
     folder, bundle = parent / pair, parent / pair / "bundle" / "manifest.json"
-    report, loop = (parent / f"{pair}-{what}.json" for what in ("times", "loop"))
+    report = parent / f"{pair}-times.json"
     times = [*ENGINES, "times", folder, "--device", device, "--json"]
     return [
         Part(f"{pair}: times", [*times, report], limit, writes=report, needs=bundle,
              expected=expected),
-        # In a process of its own, which a loop that does not end is killed with.
-        Part(f"{pair}: loop", [*times, loop, "--only", "loop"], 75, writes=loop, needs=bundle,
-             expected=15),
         remove_part(pair, parent),
     ]  # fmt: skip
 
@@ -196,12 +193,10 @@ def check_parts(parent: Path, *, device: str = "cuda") -> list[Part]:
     `times_parts`."""
     folder = parent / "bundled"
     bundle = folder / "bundle" / "manifest.json"
-    checked, loop = parent / "bundled-check.json", parent / "bundled-loop.json"
+    checked = parent / "bundled-check.json"
     check = [*ENGINES, "check", folder, "--device", device, "--json"]
     return [
         Part("bundled: check", [*check, checked], 150, writes=checked, needs=bundle, expected=90),
-        Part("bundled: loop", [*check, loop, "--only", "loop"], 75, writes=loop, needs=bundle,
-             expected=20),
         remove_part("bundled", parent),
     ]  # fmt: skip
 

@@ -27,7 +27,6 @@ from ...core.costs import Traffic
 from ...core.fit import rounded
 from ...core.record import Run
 from ...core.runs import Way, decode_all, measured_speedup
-from .checks import compare_loop
 from .constructed import (
     DTYPE,
     PROMPT_LEN,
@@ -50,8 +49,7 @@ SLOTS = 4
 class Times:
     """One run on a pair. Each method in `NAMES` is a section and returns its figures."""
 
-    # The most important first, because a time limit may cut off the rest. Without "loop", because a
-    # loop that does not end would prevent all later sections.
+    # The most important first, because a time limit may cut off the rest.
     NAMES = (
         "copy", "rounds", "bigram", "transformers", "without_graphs", "memory", "slots", "profile",
         "transformers_static",  # last, because its compilation may take long
@@ -144,20 +142,6 @@ class Times:
         found = self._sweep(engine, 0.0, (0, self.middle))
         del engine
         free_gpu_memory()
-        return found
-
-    def loop(self) -> dict[str, Any]:
-        """Rounds as one launch compared with rounds that are launched ahead."""
-        if not self.gpu:
-            return NO_GPU
-
-        def load_engine(loop: bool) -> TextEngine:
-            return open_pair(self.folder, self.device, loop=True) if loop else self.engine
-
-        options = self._options(self.middle, self.tokens)
-        found = compare_loop(load_engine, options, self.prompts[0])
-        if "loop" in found:
-            found["goal"] = goal(found["loop"]["host_share"], 0.01)
         return found
 
     def profile(self) -> dict[str, Any]:
