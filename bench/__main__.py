@@ -10,6 +10,7 @@ from collections.abc import Sequence
 SUITES = {
     "side": ("suites.side.suite", "speed and memory of Outrider and of its alternatives"),
     "growth": ("suites.growth", "how time and memory grow with prompt, batch and model size"),
+    "clients": ("suites.clients", "what clients that share one engine cost each other"),
     "drafts": ("suites.drafts", "acceptance and speedup of each kind of draft on a bundle"),
     "policies": ("suites.policies.suite", "speed of the policies that choose gamma per round"),
     "kernel": ("suites.kernel.suite", "the sampling kernel, with the analyses of its paper"),

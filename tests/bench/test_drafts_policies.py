@@ -1,5 +1,5 @@
-"""The benchmarks of drafts and policies: on made-up rounds, and on the bundled pair with outputs
-too short for meaningful figures."""
+"""The benchmarks of drafts, policies and clients: on made-up rounds, and on the bundled pair with
+outputs too short for meaningful figures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from bench.core import runs
 from bench.core.clock import Clock
 from bench.core.prompts import Prompts
 from bench.core.runs import Way
-from bench.suites import drafts
+from bench.suites import clients, drafts
 from bench.suites.policies import replay
 from bench.suites.policies import suite as policies
 from models.corpus import Corpus, collect
 from runtime.bundle import load
+from runtime.files.errors import OutriderError
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import speedup
@@ -94,7 +95,8 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="module")
 def bundle(workshop: Any) -> str:
-    return str(workshop.bundle(CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"))
+    pair = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
+    return str(workshop.bundle(*pair, max_len=1024))
 
 
 @pytest.fixture
@@ -110,6 +112,20 @@ def run_suite(bundle: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> M
         return found
 
     return make
+
+
+@slow
+def test_clients(run_suite: Make) -> None:
+    found = run_suite(clients, clients.ClientScale(512, 1, 0))
+    assert found["figures"].keys() == clients.ROWS.keys()
+    assert all(figure["ms"] > 0 and figure["taken"] == 1 for figure in found["figures"].values())
+    (table,) = clients.tables(found)
+    bases = [name == base for name, (_, base) in clients.ROWS.items()]
+    assert [row[2] for row, is_base in zip(table.rows, bases, strict=True) if is_base] == [
+        "1.00"
+    ] * 4
+    with pytest.raises(OutriderError, match="--prompt=511 is not from 512 to 992"):
+        run_suite(clients, clients.ClientScale(511, 1, 0))
 
 
 @slow

@@ -1,0 +1,210 @@
+"""Measure what clients of one engine cost each other: threads that share its slots and rounds.
+
+A long prompt beside a stream: the longest time between two events of the stream while another
+client's prompt is read. The prompt is read in chunks, between which rounds run, so the least
+possible pause is a chunk. Several texts of one prompt: the prompt is computed once, and rows of the
+cache are copied, so they are compared with one text, and with as many texts of different prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from models.corpus import collect
+from runtime import Options, Result, TextEngine, load
+from runtime.files.errors import OutriderError
+
+from ..core import machine
+from ..core.clock import LOST_LIMIT, Clock, Sample, lost_seconds, median_time, order, turns
+from ..core.command import Results, Suite, bundle_option
+from ..core.fit import rounded
+from ..core.prompts import Prompts
+from ..core.table import Table, make_table
+
+SLOTS = 4
+SHORT = 32  # tokens of the stream's prompt
+TOKENS = 32  # of each text
+EVENTS = 48  # of a stream alone
+
+
+@dataclass(frozen=True)
+class ClientScale:
+    """length: tokens of a long prompt. turns: at least. patience: seconds to wait for undisturbed
+    samples."""
+
+    length: int
+    turns: int
+    patience: float
+
+
+@dataclass
+class ClientRun:
+    """One run on an engine with `SLOTS` slots. length: tokens of a long prompt. prompts: each is
+    used once, as a slot may still hold rows of an earlier one."""
+
+    engine: TextEngine
+    prompts: Iterator[list[int]]
+    length: int
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def client(self, prompt: Sequence[int], tokens: int, seed: int = 0) -> Result:
+        options = Options(max_new_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True)
+        return self.engine.generate(prompt, options)
+
+    def timed(self, work: Callable[[], dict[str, float]]) -> None:
+        """Add a sample of each time, in seconds, that `work` returns by name."""
+        begin, lost = time.perf_counter(), lost_seconds()
+        found = work()
+        share = (lost_seconds() - lost) / (time.perf_counter() - begin)
+        for name, seconds in found.items():
+            self.samples.setdefault(name, []).append(Sample(seconds, share))
+
+    def stream(self, pool: ThreadPoolExecutor | None) -> dict[str, float]:
+        """A stream, alone or beside a client with a long prompt in this pool."""
+        room = self.engine.decoder.max_len - SHORT
+        options = Options(max_new_tokens=room, temperature=1.0, seed=1, ignore_eos=True)
+        other: Future[Result] | None = None
+        long, times = next(self.prompts), list[float]()
+        with self.engine.stream(next(self.prompts)[:SHORT], options) as stream:
+            next(stream)
+            if pool is not None:
+                other = pool.submit(self.client, long, 1)
+            for event in stream:
+                times.append(time.perf_counter())
+                if event.result is not None or (
+                    len(times) > EVENTS if other is None else other.done()
+                ):
+                    break
+        gaps = [after - before for before, after in pairwise(times)]
+        if other is None:
+            return {"a round": statistics.median(gaps), "longest pause": max(gaps)}
+        first = other.result().stats.ttft
+        return {"longest pause, prompt": max(gaps), "first token, stream": first}
+
+    def first_token(self) -> dict[str, float]:
+        """A long prompt alone, and the mean time of its chunks."""
+        first = self.client(next(self.prompts), 1).stats.ttft
+        chunks = self.length / self.engine.decoder.target.chunk
+        return {"first token": first, "a chunk": first / chunks}
+
+    def texts(
+        self, pool: ThreadPoolExecutor, name: str, count: int, *, same: bool
+    ) -> dict[str, float]:
+        """The time until the last of `count` clients has its text. same: of the same prompt."""
+        prompts = [next(self.prompts)] * count
+        if not same:
+            prompts = [next(self.prompts) for _ in range(count)]
+        begin = time.perf_counter()
+        running = [pool.submit(self.client, p, TOKENS, i) for i, p in enumerate(prompts)]
+        for each in running:
+            each.result()
+        return {name: time.perf_counter() - begin}
+
+
+def run(folder: str, scale: ClientScale, threads: int, clock: Clock) -> dict[str, Any]:
+    """Returns the JSON object. Raises OutriderError as `load` does, and "option" if the prompts do
+    not fit."""
+    engine = load(folder, slots=SLOTS, threads=threads, device="cpu", verify=False)
+    length, chunk = scale.length, engine.decoder.target.chunk
+    if not 2 * chunk <= length <= engine.decoder.max_len - TOKENS:
+        raise OutriderError(
+            "option",
+            f"--prompt={length} is not from {2 * chunk} to {engine.decoder.max_len - TOKENS}",
+            "Choose a length in this range, or another bundle.",
+        )
+    clock.note("reading the text for the prompts")
+    maker = Prompts(engine.tokenizer, collect().held_out)
+    prompts = iter(lambda: maker.completion(length), None)
+    clients = ClientRun(engine, prompts, length)
+    with ThreadPoolExecutor(SLOTS) as pool:
+        measurements: list[Callable[[], dict[str, float]]] = [
+            lambda: clients.stream(None),
+            lambda: clients.stream(pool),
+            clients.first_token,
+            lambda: clients.texts(pool, "one text", 1, same=True),
+            lambda: clients.texts(pool, "of one prompt", SLOTS, same=True),
+            lambda: clients.texts(pool, "of different prompts", SLOTS, same=False),
+        ]
+        for measure in measurements:  # the first calls take longer
+            measure()
+        for turn in turns(
+            clients.samples, min_turns=scale.turns, wanted=scale.turns, patience=scale.patience
+        ):
+            clock.note(f"turn {turn + 1}")
+            for measure in order(measurements, turn):
+                clients.timed(measure)
+    figures = {}
+    for name, some in clients.samples.items():
+        found = median_time(some)
+        figures[name] = {"ms": rounded(found.ms), "kept": found.kept, "taken": found.taken}
+    return {
+        "bundle": engine.manifest.name, "machine": machine.describe(threads), "slots": SLOTS,
+        "prompt": length, "tokens": TOKENS, "figures": figures,
+    }  # fmt: skip
+
+
+# Title of each row, and what it is relative to.
+ROWS = {
+    "a round": ("a round of the stream, alone", "a round"),
+    "longest pause": ("longest pause of the stream, alone", "a round"),
+    "a chunk": ("a chunk of the prompt, alone", "a chunk"),
+    "longest pause, prompt": ("longest pause of the stream beside the prompt", "a chunk"),
+    "first token": ("first token of the prompt, alone", "first token"),
+    "first token, stream": ("first token of the prompt beside the stream", "first token"),
+    "one text": ("a text", "one text"),
+    "of one prompt": (f"{SLOTS} texts of one prompt", "one text"),
+    "of different prompts": (f"{SLOTS} texts of different prompts", "one text"),
+}
+
+
+def tables(results: Results) -> list[Table]:
+    figures = results["figures"]
+    rows = [
+        (title, {
+            "ms": figures[name]["ms"], "ratio": figures[name]["ms"] / figures[base]["ms"],
+            "disturbed": figures[name]["kept"] < figures[name]["taken"] / 2,
+        })
+        for name, (title, base) in ROWS.items()
+    ]  # fmt: skip
+    columns = (("ms", "ms", ",.1f"), ("ratio", "relative", ",.2f"))
+    return [make_table("clients of one engine", rows, columns)]
+
+
+def heading(results: Results) -> str:
+    """The conditions of the figures."""
+    return (
+        f"{machine.summary_line(results['machine'])}; bundle {results['bundle']}, "
+        f"{results['slots']} slots, prompts of {results['prompt']:,} tokens, texts of "
+        f"{results['tokens']}, temperature 1. Medians; relative to a round, a chunk, the prompt "
+        f"alone and one text. * other processes took over {LOST_LIMIT:.0%} of the time of most"
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    bundle_option(parser)
+    parser.add_argument("--prompt", type=int, default=1500, metavar="N",
+        help="tokens of a long prompt (default: %(default)s)")  # fmt: skip
+
+
+SUITE = Suite(
+    name="clients",
+    about=__doc__ or "",
+    quick="two turns instead of at least five",
+    measure=lambda args, clock: run(
+        args.engines,
+        ClientScale(args.prompt, 2, 0) if args.quick else ClientScale(args.prompt, 5, 120),
+        args.threads,
+        clock,
+    ),
+    tables=tables,
+    heading=heading,
+    options=_options,
+)
+main = SUITE.main
