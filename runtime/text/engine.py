@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ from ..audio.recording import Audio
 from ..backends.bits import Bits
 from ..backends.engine import Source
 from ..decoder import Decoder
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, first_line
 from ..files.manifest import Manifest
 from ..sequence import ActiveSequence, Request
 from ..slots import Slot
@@ -31,6 +32,8 @@ from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, Cancelled, SlotQ
 from .speech import Transcription, WindowCallback, transcribe
 from .stream import Batch, Stream
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger("outrider")
 
 
 class TextEngine:
@@ -234,7 +237,7 @@ class TextEngine:
         try:
             self._round_sharer.forget(sequence)
             with self._decoder_lock:
-                self._release()
+                self._release(sequence)
         finally:
             self.slot_queue.release(caller)
 
@@ -278,16 +281,21 @@ class TextEngine:
         finally:
             self.slot_queue.release(caller, None)
 
-    def _release(self) -> None:
-        """Release the slots of dropped sequences. The caller must hold `_decoder_lock`."""
+    def _release(self, own: ActiveSequence | None = None) -> None:
+        """Release the slots of dropped sequences. The caller must hold `_decoder_lock`. own: the
+        caller's, whose error is raised; nobody waits for those of others, so they are logged."""
         while self.dropped:
+            sequence = self.dropped[0]
             try:
                 if self._decoder is not None:
-                    self._decoder.release(self.dropped[0])
-            except Exception:
+                    self._decoder.release(sequence)
+            except Exception as error:  # of a draft of one's own, or of a device
                 self.dropped.popleft()
-                raise
-            self.dropped.popleft()  # last, so that an interrupt loses none
+                if sequence is own:
+                    raise
+                logger.warning("a stream was closed, but %s", first_line(error))
+            else:
+                self.dropped.popleft()  # last, so that an interrupt loses none
 
 
 def _merge_options(options: Options | None, more: Mapping[str, Any]) -> Options:

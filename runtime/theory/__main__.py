@@ -58,6 +58,8 @@ def _main(args: argparse.Namespace) -> int:
         (args.engines and not args.prompt, "--engines needs prompts to measure on",
          "Add --prompt, once or more."),
     ])  # fmt: skip
+    if sys.stdout is None:  # `>&-`
+        raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
     if args.engines:
         with defer_interrupts():
             from .measure import recommend

@@ -105,8 +105,8 @@ def format_report(findings: Findings, prompts: int, temperature: float, tokens: 
     alpha, cost, verify = findings.alpha, findings.costs.draft, findings.costs.verify
     head, *rows = table(alpha, cost, verify).splitlines()
     lines = [
-        f"measured on {prompts} prompts, {tokens} tokens for each gamma, temperature "
-        f"{temperature:g}",
+        f"measured on {prompts} prompt{'s' * (prompts > 1)}, {tokens} tokens for each gamma, "
+        f"temperature {temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
         f"{findings.costs.plain * 1e3:.2f} ms",
         "verify " + " ".join(f"{v:.2f}" for v in verify) + "  (widths 1 to "

@@ -212,6 +212,32 @@ def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
     assert engine.decoder.slots.free == engine.slot_queue.free == 1
 
 
+def test_a_dropped_stream_whose_draft_fails_harms_no_other(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its error is logged, or raised if the stream is closed. Fault: the next caller got it."""
+
+    class Unforgetting(GuessedDraft):
+        def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
+            return []
+
+        def forget(self, sequence: ActiveSequence) -> None:
+            raise KeyError("lost")
+
+    monkeypatch.setitem(KINDS, "unforgetting", Unforgetting)
+    text = engine.generate("abc").text
+    stream = engine.stream("abc", draft="unforgetting")
+    assert next(stream).tokens and next(stream).tokens
+    del stream
+    gc.collect()
+    assert engine.generate("abc").text == text
+    (message,) = caplog.messages
+    assert message.startswith("a stream was closed, but option: draft=unforgetting raised KeyError")
+    with pytest.raises(OutriderError, match="draft=unforgetting raised KeyError"):
+        engine.generate("abc", draft="unforgetting")
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
 def test_an_interrupt_leaves_no_slot_to_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,11 @@ def test_what_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
     error_line(capsys.readouterr().err, "option")
 
 
+def test_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["--alpha", "0.8", "--cost", "0.05"]) == EXIT_STATUS["disk"]
+
+
 def test_a_bundle(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     target = workshop.checkpoint("llama")
     folder = workshop.bundle(target, target)
