@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from runtime.files.errors import CommandParser, OutriderError
-from runtime.files.folders import check_writable
+from runtime.files.folders import check_writable, resolve_links
 from runtime.files.graphs import Cache, read_pair
 from runtime.files.manifest import MANIFEST_FILE, MAX_SLOTS, read_bundle
 from runtime.files.progress import size_text
@@ -76,6 +76,9 @@ def run(argv: list[str] | None) -> int:
         names = ", ".join(f"--{name}" for name in missing)
         parser().error(f"the following arguments are required: {names}")
     begin = time.perf_counter()
+    out = arguments.out
+    if ".." in out.parts:  # which may cease to exist: of a folder that does not exist yet
+        out = resolve_links(out)
     pair = read_pair(arguments.graphs)
     facts = pair.target
     targets = check_backend(arguments.backend, facts.dtype, arguments.sm, cache=facts.cache)
@@ -83,7 +86,7 @@ def run(argv: list[str] | None) -> int:
     check_memory(pair, arguments.slots, targets)
     built = build(
         arguments.graphs,
-        arguments.out,
+        out,
         backend=arguments.backend,
         slots=arguments.slots,
         sm=arguments.sm,
@@ -91,7 +94,7 @@ def run(argv: list[str] | None) -> int:
         force=arguments.force,
         measure=arguments.measure,
     )
-    if plan := engine_plan(read_bundle(arguments.out, verify=False)):
+    if plan := engine_plan(read_bundle(out, verify=False)):
         _print_memory(plan)
     seconds = time.perf_counter() - begin
     note = arguments.backend if built else "cached: nothing changed"

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from runtime.files.errors import CommandParser, defer_interrupts, positive_int, run_command
-from runtime.files.graphs import Cache, Dtype, Format, Weights
-from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -26,10 +24,13 @@ examples:
 A model whose checkpoint, options and exporter have not changed is taken from the cache.
 """
 
-WEIGHTS = ["full", *get_args(Weights)]
-
 
 def parser() -> argparse.ArgumentParser:
+    # Imported here so that Ctrl-C ends it with one line.
+    from runtime.files.graphs import Cache, Dtype, Format, Weights
+    from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
+
+    all_weights = ["full", *get_args(Weights)]
     parser = CommandParser(prog="python -m export", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     # fmt: off
@@ -42,18 +43,18 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", choices=get_args(Dtype),
         help="precision of activations, cache and unquantised weights (default: float32, the "
         "right choice for CPUs)")
-    add("--weights", choices=WEIGHTS,
+    add("--weights", choices=all_weights,
         help="precision of the target's matrices: 8 or 4 bits, float8 (GPUs only), or full for "
         "that of --dtype (default: full; int4 or int8 for a checkpoint quantised to 4 or 8 bits)")
     add("--bits", type=float, metavar="B",
         help="maximum average bits per weight of an int4 target, scales included, 4.5 to 8.5: the "
         "matrices where 4 bits lose the most quality get 8 (default: as many bytes per step as "
         "with 8 bits for the output matrix alone)")
-    add("--draft-weights", choices=WEIGHTS,
+    add("--draft-weights", choices=all_weights,
         help="precision of the draft's matrices, which changes the speed but not the output "
         "(default: that of the target; int8 for a full target on the CPU; int4 for --draft self)")
     add("--backend-runs", type=str.split, metavar="KINDS",
-        default=" ".join([*WEIGHTS, ENCODER_DECODERS, RECURRENT_STATES]),
+        default=" ".join([*all_weights, ENCODER_DECODERS, RECURRENT_STATES]),
         help="kinds of weights that the backend runs, and whether it runs encoder-decoders and "
         "recurrent states, as printed by python -m engines --supports; anything else is refused "
         "before the export (default: all)")

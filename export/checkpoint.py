@@ -22,7 +22,13 @@ from transformers import (
     PretrainedConfig,
 )
 
-from runtime.files.errors import OutriderError, convert_errors, first_line, refuse_first
+from runtime.files.errors import (
+    OutriderError,
+    convert_errors,
+    first_line,
+    raise_interrupt_again,
+    refuse_first,
+)
 from runtime.files.generation import FeatureFacts
 from runtime.files.graphs import file_facts
 from runtime.files.progress import note
@@ -97,6 +103,7 @@ class Checkpoint:
 
     def refused(self, reason: str) -> OutriderError:
         """The error that this checkpoint cannot be exported."""
+        raise_interrupt_again()  # the reason may be one that torch has swallowed
         return architecture_error(self.source, self.config, reason)
 
 

@@ -33,6 +33,12 @@ const char REBUILD_REMEDY[] =
        denied ? "Make it readable for this user, with chmod or chown" : REBUILD_REMEDY);
 }
 
+bool exists(const std::string& path, struct stat& found) {
+  if (stat(path.c_str(), &found) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) fail_unreadable(path);
+  return false;
+}
+
 struct FileCloser {
   void operator()(FILE* file) const { fclose(file); }
 };
@@ -199,7 +205,7 @@ Bundle Bundle::read(const std::string& folder) {
   if (!S_ISDIR(found.st_mode))
     fail(OUTRIDER_FAILED_BUNDLE, folder + " is not a folder", REBUILD_REMEDY);
   const std::string path = folder + "/manifest.json";
-  if (stat(path.c_str(), &found) != 0)
+  if (!exists(path, found))
     fail(OUTRIDER_FAILED_BUNDLE, folder + " is not a bundle: it has no manifest.json", REBUILD_REMEDY);
   if (!S_ISREG(found.st_mode) || found.st_size > MAX_MANIFEST_BYTES)
     fail(OUTRIDER_FAILED_BUNDLE, path + " is not an Outrider manifest", REBUILD_REMEDY);
@@ -281,7 +287,7 @@ Bundle Bundle::read(const std::string& folder) {
   }
   for (const auto& [name, file] : bundle.files) {
     const std::string at = folder + "/" + name;
-    if (stat(at.c_str(), &found) != 0 || !S_ISREG(found.st_mode))
+    if (!exists(at, found) || !S_ISREG(found.st_mode))
       fail(OUTRIDER_FAILED_BUNDLE, at + " is missing", REBUILD_REMEDY);
     if (found.st_size != file.size)
       fail(OUTRIDER_FAILED_BUNDLE,

@@ -28,7 +28,9 @@ namespace outrider {
 class Error : public std::exception {
 public:
   explicit Error(const outrider_failure& failure)
-      : status_(failure.status), cause_(failure.cause), remedy_(failure.remedy),
+      : Error(failure.status, failure.cause, failure.remedy) {}
+  Error(std::int32_t status, std::string cause, std::string remedy)
+      : status_(status), cause_(std::move(cause)), remedy_(std::move(remedy)),
         text_(cause_ + ". " + remedy_ + ".") {}
   const char* what() const noexcept override { return text_.c_str(); }
   std::int32_t status() const noexcept { return status_; }
@@ -140,7 +142,7 @@ public:
       std::int32_t count = 0, finish = 0;
       outrider_failure failure{};
       const std::int32_t status =
-          outrider_take(session_.get(), request_, &token, 1, &count, &finish, &failure);
+          outrider_take(session(), request_, &token, 1, &count, &finish, &failure);
       if (count == 0 || status == OUTRIDER_OK) finish_ = static_cast<Finish>(finish);
       if (count > 0) {
         Token found{token.id, static_cast<Origin>(token.origin), token.logprob, {}};
@@ -149,7 +151,7 @@ public:
         return found;
       }
       if (status != OUTRIDER_OK) throw Error(failure);
-      if (finish_ == Finish::running) detail::call_checked(outrider_round, session_.get());
+      if (finish_ == Finish::running) detail::call_checked(outrider_round, session());
     }
     if (stop_ && stop_->thrown) std::rethrow_exception(std::exchange(stop_->thrown, nullptr));
     return std::nullopt;
@@ -162,7 +164,7 @@ public:
 
   outrider_stats stats() const {
     outrider_stats stats{};
-    detail::call_checked(outrider_get_stats, session_.get(), request_, &stats);
+    detail::call_checked(outrider_get_stats, session(), request_, &stats);
     return stats;
   }
 
@@ -250,6 +252,12 @@ private:
                          static_cast<std::int64_t>(prompt.size()), &c_options, &request_);
   }
 
+  outrider_session* session() const {
+    if (session_) return session_.get();
+    throw Error(OUTRIDER_FAILED_OPTION, "the stream was closed or moved from",
+                "Take another one with Session::stream");
+  }
+
   detail::Handle session_;
   std::uint64_t request_ = 0;
   std::unique_ptr<Stop> stop_; // on the heap: its address must not change when the stream is moved
@@ -260,8 +268,8 @@ class Session {
 public:
   explicit Session(const Config& config) {
     if (outrider_abi_version() != OUTRIDER_ABI_VERSION)
-      throw Error({OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
-                   "Use both from one wheel, and compile again"});
+      throw Error(OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
+                  "Use both from one wheel, and compile again");
     outrider_config c_config{};
     c_config.abi_version = OUTRIDER_ABI_VERSION;
     c_config.folder = config.folder.c_str();

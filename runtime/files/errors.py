@@ -215,20 +215,28 @@ class _Interrupts:
     interrupt into an ImportError, or print it and continue.
     """
 
-    held, pending = False, 0  # pending: the number of a signal that arrived while held
+    # pending: the number of a signal that arrived while held; raised: of the last one that was not.
+    held, pending, raised = False, 0, 0
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self.held, self.pending = False, 0
+        self.held, self.pending, self.raised = False, 0, 0
         signal.signal(signal.SIGTERM, self._handle_signal)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, self._handle_signal)
 
     def _handle_signal(self, number: int, _: object) -> None:
         if not self.held:
+            self.raised = number
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         self.pending = number
+
+    def raise_again(self) -> None:
+        """Raise the interrupt that was raised before, if any: native code may have turned it into
+        another error."""
+        if self.raised:
+            self._handle_signal(self.raised, None)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -244,6 +252,7 @@ class _Interrupts:
 
 _interrupts = _Interrupts()
 defer_interrupts = _interrupts.hold  # used around imports; has an effect only in a command
+raise_interrupt_again = _interrupts.raise_again
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     marker: the file that identifies our folders; a folder with other contents is not replaced
     (OutriderError "disk").
     """
-    folder = _resolve_links(folder)
+    folder = resolve_links(folder)
     refuse_foreign(folder, marker)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -70,7 +70,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _resolve_links(folder: Path) -> Path:
+def resolve_links(folder: Path) -> Path:
     """The folder with symbolic links resolved. Raises OSError for a cycle of links, for which
     pathlib raises another error, or none."""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -113,7 +113,7 @@ def check_writable(folder: Path, marker: str) -> None:
     Raises OutriderError "disk" for a folder that is not ours, and for a file system without new
     folders; OSError if nothing can be written there for another reason.
     """
-    folder = _resolve_links(folder)
+    folder = resolve_links(folder)
     refuse_foreign(folder, marker)
     above = folder.parent
     while not above.exists() and above != above.parent:

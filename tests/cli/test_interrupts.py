@@ -11,16 +11,19 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commands import CHECKOUT, PLAIN_ERROR, handlers_kept
 
+from export.checkpoint import find
 from runtime.backends import onnxruntime as ort_backend
 from runtime.cli import command
 from runtime.files.errors import (
     EXIT_STATUS,
     OutriderError,
+    Terminated,
     defer_interrupts,
     first_line,
     importing,
@@ -72,6 +75,23 @@ def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFix
     with handlers_kept():
         assert run_command(work) == 128 + number
     assert done == ["import"]
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_library_swallows(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: "torch.export cannot follow its code (... failed to unpack the object ...)"."""
+    checkpoint = find(str(CHECKOUT / "models" / "draft"))
+
+    def work() -> int:
+        with suppress(KeyboardInterrupt, Terminated):
+            os.kill(os.getpid(), number)
+        raise checkpoint.refused("failed to unpack the object")
+
+    with handlers_kept():
+        assert run_command(work) == 128 + number
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 

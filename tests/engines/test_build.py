@@ -17,7 +17,7 @@ from engines.bundle import memory_plan
 from runtime.files.errors import EXIT_STATUS
 from runtime.files.graphs import PAIR_FILE, read_pair
 from runtime.files.machine import host_memory
-from runtime.files.manifest import FIRST_ROWS, MAX_SLOTS
+from runtime.files.manifest import FIRST_ROWS, MAX_SLOTS, read_bundle
 from runtime.files.records import write_json
 
 
@@ -37,6 +37,16 @@ def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str
     err = capsys.readouterr().err
     error_line(err, kind)
     return err
+
+
+def test_a_folder_whose_path_leads_through_a_missing_one(graphs: Path, tmp_path: Path) -> None:
+    """Fault: an error after the bundle was written, whose files were still those of the graphs."""
+    out = tmp_path / "missing" / ".." / "bundle"
+    arguments = ["--graphs", str(graphs), "--out", str(out), "--no-measure"]
+    assert engines.__main__.main(arguments) == 0
+    weights = tmp_path / "bundle" / "target" / "weights.bin"
+    assert weights.stat().st_nlink == 1 and not (tmp_path / "missing").exists()
+    assert read_bundle(tmp_path / "bundle").name == "bundle"
 
 
 HALF = ("--supports", "float16")

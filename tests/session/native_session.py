@@ -4,6 +4,7 @@ step-by-step comparison with the Python runtime for requests of all kinds."""
 from __future__ import annotations
 
 import ctypes as c
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class NativeSession:
     def __init__(self, folder: Path, *, corpus: Sequence[int] = (), **config: int):
         ids = (I64 * len(corpus))(*corpus)
         made = Config(
-            **{"abi_version": ABI_VERSION, **config}, folder=str(folder).encode(),
+            **{"abi_version": ABI_VERSION, **config}, folder=os.fsencode(folder),
             onnxruntime=str(onnxruntime()).encode(), corpus=ids, corpus_length=len(corpus),
         )  # fmt: skip
         self._session, self._kept = P(), {}  # kept: each request's callback and arrays

@@ -43,6 +43,9 @@ int main(int, char** words) {
   drain("broken", broken);
   drain("broken, again", broken);
   broken.close(); // frees the slot for the next stream
+  outrider::Stream closed = session.stream({5, 6}, plain);
+  closed.close();
+  drain("closed", closed);
   broken = session.stream({5, 6}, throwing);
   {
     const outrider::Session taken = std::move(session);

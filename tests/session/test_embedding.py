@@ -3,6 +3,7 @@ bundles refused with a two-line error, and no fault under sanitizers."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -107,7 +108,7 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "broken: 1 tokens, failure 10", "broken, again: 0 tokens, finish 6",
-        "2 slots, 0 moved away", "other: 4 tokens, finish 3",
+        "closed: 0 tokens, failure 2", "2 slots, 0 moved away", "other: 4 tokens, finish 3",
         "throwing: 3 tokens, its own", "throwing, again: 0 tokens, finish 2",
         "moved: 0 tokens, finish 2",
     ]  # fmt: skip
@@ -222,6 +223,10 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         refused(bundle, "bundle", "is missing")
         (bundle / name).write_bytes(content)
     NativeSession(bundle).close()
+    # A failure is a line of UTF-8.
+    refused(tmp_path / "a\nb\x7f", "bundle", re.escape("a b? cannot be read"))
+    for name in (b"\xff\xc3\xa9\xc3", b"\xc0\xa9\xc3\xa9\xed\xa0\x80\xc3\xa9\xf4\x90\x80\x80"):
+        refused(tmp_path / os.fsdecode(name), "bundle", r"\?é\?+")
 
 
 REPLACING_LIBRARY = """
