@@ -25,7 +25,9 @@ from export.functions.__main__ import main
 from export.graph import OPSET
 from runtime.files.graphs import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -162,36 +164,30 @@ def test_agrees_with_the_library(vocab_size, name, dtype):
     assert rejected > 5 or params.lenience < 1  # rejections occur too
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_agrees_with_the_library_on_given_uniforms(name):
-    params, rng, run = SamplingParams(**OPTIONS[name]), np.random.default_rng(31), judge()
-    for vocab_size, gamma in ((8, 3), (127, 1), (2500, 4)):
-        case = Case(32, vocab_size, gamma, slots=6)
-        places = places_of(case, params)
-        uniforms = rng.random((6, gamma + 1))
-        uniforms[0], uniforms[1] = 0, np.nextafter(1, 0)
-        drafts, verdicts = by_library(cpu_library(), case, places, uniforms=(None, uniforms))
-        given = feed(case.target, case.draft, drafts, places)
-        del given["seed"], given["position"]
-        got = answers(run, {**given, "uniforms": uniforms})
-        assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
-
-
-def test_slots_are_independent():
-    case = Case(33, 127, 4, slots=5)
-    params = [SamplingParams(**options) for options in OPTIONS.values()]
+def test_agrees_with_the_library_at_every_edge():
+    """Where a uniform is exactly a ratio or the end of a token's interval, and where a weight or
+    the residual is 0; with other parameters in every slot."""
+    rows = np.array([[0, 1, 1, 0], [0, 0, 1, 0], [1, 0, 0, 1]], np.float32)
+    with np.errstate(divide="ignore"):
+        logits = np.log(rows)
+    edges = 0, 0.5, np.nextafter(1, 0)
+    options = [SamplingParams(**each) for each in OPTIONS.values()]
+    every = itertools.product(logits, logits, range(4), edges, edges, options, (0, 1))
+    p, q, drafts, accept, final, params, gammas = zip(*every, strict=True)
+    target, draft = np.stack([p, p], axis=1), np.array(q)[:, None]
     places = [
-        replace(place, params=replace(own, seed=place.params.seed), gamma=gamma)
-        for place, own, gamma in zip(
-            places_of(case, params[0]), params, (4, 0, 2, 3, 4), strict=True
-        )
+        SlotSampling(own, gamma, 0, b)
+        for b, (own, gamma) in enumerate(zip(params, gammas, strict=True))
     ]
-    drafts, verdicts = by_library(cpu_library(), case, places)
-    whole = answers(verifier(), feed(case.target, case.draft, drafts, places))
-    assert whole == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
-    for b, place in enumerate(places):
-        one = feed(case.target[b : b + 1], case.draft[b : b + 1], [drafts[b]], [place])
-        assert answers(verifier(), one) == whole[b : b + 1]
+    sampler = RoundSampler(4, 1, len(places), library=cpu_library())
+    sampler.begin(places)
+    sampler.set_drafts([[x] * gamma for x, gamma in zip(drafts, gammas, strict=True)])
+    uniforms = np.stack([accept, final], axis=1)
+    verdicts = sampler.verify(target, draft, uniforms)
+    given = feed(target, draft, drafts, places)
+    del given["seed"], given["position"]
+    got = answers(judge(), {**given, "uniforms": uniforms})
+    assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
 
 
 @pytest.mark.parametrize("widths", [(40, 29), (29, 40), (64, 64)])
