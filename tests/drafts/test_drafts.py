@@ -111,9 +111,12 @@ ALL_PAIRS = _CYCLE[50:] + _CYCLE[:51]
 
 @on_host
 @pytest.mark.parametrize(
-    ("gamma", "count", "seed"), cases([(2, 4, 1)], [(1, 3, 1), (2, 4, 2), (3, 5, 1), (3, 5, 2)])
+    ("gamma", "count", "seed"), cases([(2, 4, 1), (2, 4, 10)], [(1, 3, 1), (3, 5, 20)])
 )
 def test_a_chain(gamma: int, count: int, seed: int) -> None:
+    """With seed 10 the row of a token after an accepted lookup matters, with seed 1 the numbers
+    that two inner rounds might share. Seed 20 has inner and outer rounds of every outcome in a
+    quarter of the runs that other seeds need."""
     proposed = 0
 
     def propose(self: Lookup, most: int, after: Sequence[int] = ()) -> list[int]:
