@@ -26,7 +26,7 @@ from bench.core import pair as pairs
 from bench.core.cache import cached_folder
 from bench.suites.side.run import MEASURED
 from bench.systems import SYSTEMS
-from bench.systems.gguf import interleaved, tensors, write
+from bench.systems.gguf import tensors, write
 from bench.systems.peer import Peer
 from bench.systems.protocol import Request, StepsRequest, Text, Unavailable, time_per_token
 from bench.systems.worker import Arrivals
@@ -185,11 +185,6 @@ def test_tokens_of_a_round_share_its_time():
 
 
 # GGUF
-
-
-def test_rows_of_a_head_that_rotate_together_are_neighbours():
-    rows = np.arange(32.0)[:, None]
-    assert (interleaved(rows, 2) == gguf_files.neighbours(rows, 2)).all()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,8 @@ import sys
 
 import pytest
 import torch
-from torch.export import passes
-from workshop import Workshop
 
 from engines.aotinductor import program as gpu_program
-from runtime.files.graphs import read_pair
-from runtime.files.torch_files import read_program
 
 # Older interpreters do not work with NumPy 2.4.
 NEEDS_TRITON = "the kernel is written in Triton: pip install -e '.[aotinductor]'"
@@ -41,25 +37,6 @@ def test_the_kernel_computes_attention(cases: str) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_a_program_for_a_gpu_has_one_kernel_in_each_layer(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And its mask is prepared once."""
-    pytest.importorskip("triton", reason=NEEDS_TRITON)
-    # The meta device stands in for a GPU: torch has it on every machine.
-    monkeypatch.setattr(gpu_program, "_runs_triton", lambda tensor: tensor.is_meta)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    graphs = workshop.graphs(*workshop.pair("aotinductor"), form="torch")
-    program, facts = read_program(graphs / "target"), read_pair(graphs).target
-    fitted, _ = gpu_program.adapt_to_gpu(
-        passes.move_to_device_pass(program, "meta"), facts.capacity
-    )
-    names = [str(node.target) for node in fitted.graph.nodes]
-    assert names.count("outrider.attention.default") == len(facts.key_shapes)
-    assert names.count("aten.amax.default") == 1
-    assert not {"aten.bmm.default", "aten.softmax.int"}.intersection(names)
 
 
 @pytest.mark.slow

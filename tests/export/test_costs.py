@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from workshop import Workshop
 
 from export.checkpoint import find
-from export.part import PartRequest
 from export.weights import quantising, whole
 from export.weights.blocks import Rows, bits_per_weight, quantise8, quantise_rows
 from export.weights.costs import NoCosts, _row_cost, choose_costliest, costs
@@ -386,9 +384,3 @@ def test_where_the_next_matrix_has_8_bits_is_known() -> None:
     more = [quantise4(large), quantise8(small), quantise8(eight)]
     assert quantising._bits_with_one_more(found) == pytest.approx(bits_per_weight(more))
     assert quantising._bits_with_one_more(more[1:]) == bits_per_weight(more[1:])
-
-
-def test_other_bits_are_another_graph(workshop: Workshop) -> None:
-    checkpoint = find(str(workshop.checkpoint("llama")))
-    request = PartRequest("target", checkpoint, "float32", 64, 72, 4, weights="int4")
-    assert len({replace(request, bits=bits).key() for bits in (None, 5.0, 5.5)}) == 3

@@ -21,7 +21,7 @@ from checkpoints import VOCAB_SIZE, write, write_any
 from commands import CHECKOUT, limited_files
 from exported import LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, random_ids, type_of
 from rounds import cases
-from transformers import AutoModelForCausalLM, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified
@@ -91,6 +91,10 @@ def test_nodes_and_weights(workshop: Workshop, name: str) -> None:
     for weight in transposed:  # the embedding, which is looked up as well
         readers = [node.op_type for node in described.node if weight in node.input]
         assert sorted(readers) == ["Gather", "Transpose"]
+    # ONNX Runtime would transpose it into a copy whenever it loads the graph.
+    host = graph(folder, HOST_FILE).graph
+    kept = {node.input[0] for node in host.node if node.op_type == "Transpose"}
+    assert not kept & {tensor.name for tensor in host.initializer}
     external = [t for t in weights.values() if t.data_location == t.EXTERNAL]
     places = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
     assert places == {WEIGHTS_FILE}
@@ -185,23 +189,6 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
         seen.add(width)
     assert len(seen) > 4
     assert all(not array[0].any() for array in engine._cache.values())
-
-
-def test_soft_caps(workshop: Workshop) -> None:
-    """Both change the logits of this checkpoint: without either it is another model."""
-    source = workshop.checkpoint("gemma2")
-    model = graph(workshop.graphs(source))
-    nodes = Counter(node.op_type for node in model.graph.node)
-    assert (nodes["Tanh"], nodes["CappedAttention"]) == (1, LAYERS)
-    ids = random_ids(1, 20)
-    capped = eager(source, ids)
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        other = AutoModelForCausalLM.from_pretrained(
-            source, attn_implementation="eager", **{cap: 1e6}
-        )
-        with torch.no_grad():
-            free = other(torch.from_numpy(ids), use_cache=False).logits.numpy()
-        assert np.abs(free - capped).max() > 1e-2
 
 
 def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:

@@ -76,16 +76,6 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
     np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
 
 
-def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
-    """Loading the graph would transpose it into a copy each time."""
-    folder, transposes = workshop.graphs(workshop.checkpoint("llama")), {}
-    for file in (GRAPH_FILE, HOST_FILE):
-        weights = {weight.name for weight in graph(folder, file).graph.initializer}
-        transposed = of_type(folder, "Transpose", file)
-        transposes[file] = [node for node in transposed if node.input[0] in weights]
-    assert transposes[GRAPH_FILE] and not transposes[HOST_FILE]
-
-
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop) -> None:
     folder = workshop.graphs(workshop.checkpoint("llama", **TOO_WIDE))
     assert not (folder / "target" / HOST_FILE).exists()

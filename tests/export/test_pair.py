@@ -221,12 +221,15 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     assert export_again() == read_pair(tmp_path / "first")
     assert exported_keys == []
     assert f"cached (key {key[:8]})" in capsys.readouterr().err
-    for changed in ({"max_len": MAX_LEN - 1}, {"max_gamma": 4}, {"dtype": "float16"}):
+    for changed in (
+        {"max_len": MAX_LEN - 1}, {"max_gamma": 4}, {"dtype": "float16"}, {"weights": "int4"},
+        {"weights": "int4", "bits": 5.0}, {"weights": "int4", "bits": 5.5},
+    ):  # fmt: skip
         assert export_again(**changed) is None
         assert "cached" not in capsys.readouterr().err
-    assert len({key, *exported_keys}) == 4
+    assert len({key, *exported_keys}) == 7
     assert export_again(force=True) is None
-    assert exported_keys[3:] == [key]
+    assert exported_keys[6:] == [key]
     # One bit of one weight changed.
     weights = source / "model.safetensors"
     intact = weights.read_bytes()

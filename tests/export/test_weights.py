@@ -436,15 +436,17 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
 ) -> None:
     """In a mixture the ratio requires feedback in both products of the experts."""
 
+    original = make_model()
+    text = sample(original, 8, 64)
+    full = original(input_ids=text).logits[:, :-1].flatten(0, 1)
+
     def quality(texts: Texts | None) -> tuple[float, dict[str, Quantised]]:
         model = make_model()
-        text = sample(model, 8, 64)
-        full = model(input_ids=text).logits[:, :-1].flatten(0, 1)
         made = quantise_model(model, 4, texts)
         logits = model(input_ids=text).logits[:, :-1].flatten(0, 1)
         return measure([(full, logits, text[:, 1:].flatten())]).kl, made
 
-    texts = Texts(sample(make_model(), 16, 128, seed=1))
+    texts = Texts(sample(original, 16, 128, seed=1))
     (nearest, _), (less, made), (again, _) = quality(None), quality(texts), quality(texts)
     assert 0 < less < ratio * nearest and again == less
     for quantised in made.values():
