@@ -196,6 +196,7 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
 ) -> None:
     for options, cause in (
         (["--systems", "genai"], "--systems does not include outrider"),
+        (["--systems", "outrider", "ctranslate2"], "ctranslate2 does not run this shape"),
         (["--draft", "d"], "--draft needs a --model"),
         (["--model", "m", "--precision", "mixed"], "--precision mixed is a precision of drafts"),
         (["--model", "m", "--alpha", "0"], "--shape and --alpha apply to the grown pair"),

@@ -155,7 +155,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--precision", nargs="+", choices=PRECISIONS,
         help="precision of the weights; peers use formats of as many bits; mixed is a float32 "
         "target with an int8 draft (default: all)")  # fmt: skip
-    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS),
+    add("--systems", nargs="+", choices=SYSTEMS,
         help="systems to measure (default: all)")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="folder for pairs and converted checkpoints (default: build/side)")  # fmt: skip
@@ -165,7 +165,8 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     models = "seq2seq" if args.shape in pair.SEQ2SEQ else "text"
     shape = args.shape or "smollm-135m"
     refuse_first([
-        ("outrider" not in args.systems, "--systems does not include outrider", "Add it."),
+        (bool(args.systems) and "outrider" not in args.systems,
+         "--systems does not include outrider", "Add it."),
         (bool(args.draft) and not args.model, "--draft needs a --model", "Add --model."),
         (bool(args.model) and not args.draft and "mixed" in (args.precision or ()),
          "--precision mixed is a precision of drafts, and there is none", "Add --draft."),
@@ -173,7 +174,13 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
          "--shape and --alpha apply to the grown pair, not to a --model",
          "Remove them, or --model."),
     ])  # fmt: skip
-    chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
+    chosen = systems(args.systems or list(SYSTEMS), args.precision or list(PRECISIONS), models)
+    measured = {system.peer for system in chosen}
+    refuse_first(
+        (name not in measured, f"{name} does not run this shape in this precision",
+         "Leave it out of --systems.")
+        for name in args.systems or ()
+    )  # fmt: skip
     if args.model:
         model_pair = pair.from_checkpoints(args.model, args.draft)
         chosen = [system for system in chosen if model_pair.draft or system.mode in DRAFTLESS]
