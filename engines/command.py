@@ -98,7 +98,7 @@ def run(argv: list[str] | None) -> int:
         _print_memory(plan)
     seconds = time.perf_counter() - begin
     note = arguments.backend if built else "cached: nothing changed"
-    print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
+    print(f"{'bundle':<9} {out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
     return 0
 
 

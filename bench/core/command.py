@@ -86,6 +86,8 @@ class Suite:
 
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
+        if sys.stdout is None:  # `>&-`
+            raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
         for name in "out", "work":
             if (folder := getattr(args, name, None)) is not None:
                 check_writable(folder, f"--{name}")

@@ -1,8 +1,8 @@
 """Measure what clients of one engine cost each other: threads that share its slots and rounds.
 
 A long prompt beside a stream: the longest time between two events of the stream while another
-client's prompt is read. The prompt is read in chunks, between which rounds run, so the least
-possible pause is a chunk. Several texts of one prompt: the prompt is computed once, and rows of the
+client gets a text. Its prompt is read in chunks, between which rounds run; a draft model reads it
+in one piece. Several texts of one prompt: the prompt is computed once, and rows of the
 cache are copied, so they are compared with one text, and with as many texts of different prompts.
 """
 
@@ -73,9 +73,10 @@ class ClientRun:
         other: Future[Result] | None = None
         long, times = next(self.prompts), list[float]()
         with self.engine.stream(next(self.prompts)[:SHORT], options) as stream:
-            next(stream)
+            next(stream), next(stream)  # the second lets a draft read the stream's own prompt
+            times.append(time.perf_counter())
             if pool is not None:
-                other = pool.submit(self.client, long, 1)
+                other = pool.submit(self.client, long, TOKENS)
             for event in stream:
                 times.append(time.perf_counter())
                 if event.result is not None or (
@@ -155,7 +156,7 @@ ROWS = {
     "a round": ("a round of the stream, alone", "a round"),
     "longest pause": ("longest pause of the stream, alone", "a round"),
     "a chunk": ("a chunk of the prompt, alone", "a chunk"),
-    "longest pause, prompt": ("longest pause of the stream beside the prompt", "a chunk"),
+    "longest pause, prompt": ("longest pause of the stream beside a text", "a chunk"),
     "first token": ("first token of the prompt, alone", "first token"),
     "first token, stream": ("first token of the prompt beside the stream", "first token"),
     "one text": ("a text", "one text"),

@@ -283,6 +283,8 @@ def run_command(command: Callable[[], int]) -> int:
     except SystemExit as ended:  # argparse's, after --help, --version or a mistake
         status = ended.code if isinstance(ended.code, int) else 0
         raise SystemExit(_flush_stdout(status) or ended.code) from None
+    finally:
+        _interrupts.raised = 0  # what this process does next was not interrupted
 
 
 def _run(command: Callable[[], int]) -> int:

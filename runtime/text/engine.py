@@ -283,7 +283,7 @@ class TextEngine:
 
     def _release(self, own: ActiveSequence | None = None) -> None:
         """Release the slots of dropped sequences. The caller must hold `_decoder_lock`. own: the
-        caller's, whose error is raised; nobody waits for those of others, so they are logged."""
+        caller's, whose error is raised. Others are logged: mostly nobody waits for them."""
         while self.dropped:
             sequence = self.dropped[0]
             try:

@@ -45,7 +45,11 @@ int main(int, char** words) {
   broken.close(); // frees the slot for the next stream
   outrider::Stream closed = session.stream({5, 6}, plain);
   closed.close();
-  drain("closed", closed);
+  try {
+    closed.next();
+  } catch (const outrider::Error& error) {
+    std::printf("%s\n", error.what());
+  }
   broken = session.stream({5, 6}, throwing);
   {
     const outrider::Session taken = std::move(session);

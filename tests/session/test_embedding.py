@@ -108,7 +108,8 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "broken: 1 tokens, failure 10", "broken, again: 0 tokens, finish 6",
-        "closed: 0 tokens, failure 2", "2 slots, 0 moved away", "other: 4 tokens, finish 3",
+        "the stream was closed or moved from. Take another one with Session::stream.",
+        "2 slots, 0 moved away", "other: 4 tokens, finish 3",
         "throwing: 3 tokens, its own", "throwing, again: 0 tokens, finish 2",
         "moved: 0 tokens, finish 2",
     ]  # fmt: skip
