@@ -19,6 +19,7 @@ from runtime.bundle import max_threads
 from runtime.files.errors import (
     CommandParser,
     OutriderError,
+    check_stdout,
     positive_int,
     refuse_first,
     run_command,
@@ -86,8 +87,7 @@ class Suite:
 
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
-        if sys.stdout is None:  # `>&-`
-            raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
+        check_stdout()
         for name in "out", "work":
             if (folder := getattr(args, name, None)) is not None:
                 check_writable(folder, f"--{name}")

@@ -2,8 +2,8 @@
 
 A long prompt beside a stream: the longest time between two events of the stream while another
 client gets a text. Its prompt is read in chunks, between which rounds run; a draft model reads it
-in one piece. Several texts of one prompt: the prompt is computed once, and rows of the
-cache are copied, so they are compared with one text, and with as many texts of different prompts.
+in one piece. Several texts of one prompt: the prompt is computed once, and rows of the cache are
+copied, so they are compared with one text, and with as many texts of different prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime import Options, Result, TextEngine, load
 from runtime.files.errors import OutriderError
 
 from ..core import machine
-from ..core.clock import LOST_LIMIT, Clock, Sample, lost_seconds, median_time, order, turns
+from ..core.clock import LOST_LIMIT, Clock, Sample, median_time, order, sample, turns
 from ..core.command import Results, Suite, bundle_option
 from ..core.fit import rounded
 from ..core.prompts import Prompts
@@ -60,11 +60,10 @@ class ClientRun:
 
     def timed(self, work: Callable[[], dict[str, float]]) -> None:
         """Add a sample of each time, in seconds, that `work` returns by name."""
-        begin, lost = time.perf_counter(), lost_seconds()
-        found = work()
-        share = (lost_seconds() - lost) / (time.perf_counter() - begin)
+        found: dict[str, float] = {}
+        whole = sample(lambda: found.update(work()))
         for name, seconds in found.items():
-            self.samples.setdefault(name, []).append(Sample(seconds, share))
+            self.samples.setdefault(name, []).append(Sample(seconds, whole.lost))
 
     def stream(self, pool: ThreadPoolExecutor | None) -> dict[str, float]:
         """A stream, alone or beside a client with a long prompt in this pool."""
@@ -99,9 +98,8 @@ class ClientRun:
         self, pool: ThreadPoolExecutor, name: str, count: int, *, same: bool
     ) -> dict[str, float]:
         """The time until the last of `count` clients has its text. same: of the same prompt."""
-        prompts = [next(self.prompts)] * count
-        if not same:
-            prompts = [next(self.prompts) for _ in range(count)]
+        different = [next(self.prompts) for _ in range(1 if same else count)]
+        prompts = different * count if same else different
         begin = time.perf_counter()
         running = [pool.submit(self.client, p, TOKENS, i) for i, p in enumerate(prompts)]
         for each in running:

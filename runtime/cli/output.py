@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import RawIOBase
 from typing import TextIO
 
-from ..files.errors import OutriderError, discard
+from ..files.errors import OutriderError, check_stdout, discard
 from ..text.engine import TextEngine
 from ..text.options import Options
 from ..text.stream import Stream
@@ -89,8 +89,7 @@ class Session:
 def standard_streams(*, json: bool) -> tuple[Output, Output]:
     """stdout and stderr. json: write UTF-8, as JSON prescribes. Raises "disk" if stdout is closed;
     a closed stderr silences messages. These streams and stdin are made blocking."""
-    if sys.stdout is None:  # `>&-`
-        raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
+    check_stdout()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(
             encoding="utf-8" if json else None, errors="strict" if json else "backslashreplace"

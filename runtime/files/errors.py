@@ -65,6 +65,13 @@ def refuse_first(rules: Iterable[tuple[object, str, str]], kind: str = "option")
             raise OutriderError(kind, cause, remedy)
 
 
+def check_stdout() -> None:
+    """Raise OutriderError "disk" if stdout is closed (`>&-`)."""
+    refuse_first(
+        [(sys.stdout is None, "stdout is closed", "Redirect it to a file or a pipe.")], "disk"
+    )
+
+
 def is_whole(value: object) -> bool:
     """Whether the value is an integer, Python's or NumPy's, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

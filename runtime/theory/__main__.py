@@ -11,6 +11,7 @@ from ..files.errors import (
     PACKAGE,
     CommandParser,
     OutriderError,
+    check_stdout,
     defer_interrupts,
     refuse_first,
     run_command,
@@ -58,8 +59,7 @@ def _main(args: argparse.Namespace) -> int:
         (args.engines and not args.prompt, "--engines needs prompts to measure on",
          "Add --prompt, once or more."),
     ])  # fmt: skip
-    if sys.stdout is None:  # `>&-`
-        raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
+    check_stdout()
     if args.engines:
         with defer_interrupts():
             from .measure import recommend
