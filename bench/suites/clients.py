@@ -19,7 +19,7 @@ from typing import Any
 
 from models.corpus import collect
 from runtime import Options, Result, TextEngine, load
-from runtime.files.errors import OutriderError
+from runtime.files.errors import refuse_first
 
 from ..core import machine
 from ..core.clock import LOST_LIMIT, Clock, Sample, median_time, order, sample, turns
@@ -111,13 +111,17 @@ def run(folder: str, scale: ClientScale, threads: int, clock: Clock) -> dict[str
     """Returns the JSON object. Raises OutriderError as `load` does, and "option" if the prompts do
     not fit."""
     engine = load(folder, slots=SLOTS, threads=threads, device="cpu", verify=False)
-    length, chunk = scale.length, engine.decoder.target.chunk
-    if not 2 * chunk <= length <= engine.decoder.max_len - TOKENS:
-        raise OutriderError(
-            "option",
-            f"--prompt={length} is not from {2 * chunk} to {engine.decoder.max_len - TOKENS}",
-            "Choose a length in this range, or another bundle.",
-        )
+    length, least = scale.length, 2 * engine.decoder.target.chunk
+    most = engine.decoder.max_len - TOKENS
+    refuse_first([
+        (engine.manifest.pair.start_ids is not None,
+         f"{engine.manifest.name} is an encoder-decoder, which has no long prompts",
+         "Choose another bundle."),
+        (most < least, f"a prompt of two chunks, {least} tokens, does not fit into this bundle",
+         f"Build one with MAX_LEN={least + TOKENS} or more."),
+        (not least <= length <= most, f"--prompt={length} is not from {least} to {most}",
+         "Choose a length in this range."),
+    ])  # fmt: skip
     clock.note("reading the text for the prompts")
     maker = Prompts(engine.tokenizer, collect().held_out)
     prompts = iter(lambda: maker.completion(length), None)

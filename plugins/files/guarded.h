@@ -4,42 +4,28 @@
 
 #include <string.h>
 
-#include <algorithm>
 #include <exception>
 #include <new>
 #include <string>
 #include <system_error>
 
 #include "failure.h"
+#include "utf8.h"
 
 namespace outrider {
-
-// Bytes of the UTF-8 character at text[i]; 0 if there is none, or a control character.
-inline size_t character_size(const std::string& text, size_t i) {
-  const auto byte = [&](size_t at) -> unsigned {
-    return at < text.size() ? static_cast<unsigned char>(text[at]) : 0;
-  };
-  const unsigned first = byte(i), second = byte(i + 1);
-  if (first < 0x80) return first >= 0x20 && first != 0x7F;
-  const size_t size = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
-  for (size_t k = 1; k < size; ++k)
-    if ((byte(i + k) & 0xC0) != 0x80) return 0;
-  const bool shortest = first >= 0xC2 && (first != 0xE0 || second >= 0xA0) &&
-                        (first != 0xF0 || second >= 0x90);
-  const bool surrogate = first == 0xED && second >= 0xA0;
-  const bool too_large = first > 0xF4 || (first == 0xF4 && second >= 0x90);
-  return shortest && !surrogate && !too_large ? size : 0;
-}
 
 // Copies a text as one line of UTF-8, cut if too long; `?` replaces what cannot be in one.
 inline void copy_line(char* to, size_t size, const std::string& text) {
   size_t length = 0;
-  for (size_t i = 0, count; i < text.size(); i += count, length += count) {
-    const size_t found = character_size(text, i);
-    count = std::max<size_t>(found, 1);
+  for (size_t i = 0, from = 0; i < text.size(); from = i) {
+    const int32_t c = next_utf8(text, i);
+    const bool control = c < 0x20 || (c >= 0x7F && c <= 0x9F), surrogate = c >> 11 == 0x1B;
+    const bool fits = !control && !surrogate;
+    const size_t count = fits ? i - from : 1;
     if (length + count >= size) break;
-    memcpy(to + length, &text[i], count);
-    if (found == 0) to[length] = text[i] == '\n' ? ' ' : '?';
+    if (fits) memcpy(to + length, &text[from], count);
+    else to[length] = c == '\n' ? ' ' : '?';
+    length += count;
   }
   to[length] = '\0';
 }

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "utf8.h"
+
 namespace outrider {
 
 namespace {
@@ -29,20 +31,10 @@ void append_utf8(std::string& text, uint32_t c) {
 }
 
 // The character at text[i]; advances i past it. Throws BadJson for invalid UTF-8.
-uint32_t next_utf8(std::string_view text, size_t& i) {
-  const auto byte = [&](size_t at) { return static_cast<unsigned char>(text[at]); };
-  const uint32_t first = byte(i++);
-  if (first < 0x80) return first;
-  const size_t more = first >= 0xF0 ? 3 : first >= 0xE0 ? 2 : first >= 0xC2 ? 1 : 0;
-  if (more == 0 || first > 0xF4 || i + more > text.size()) throw_bad_json("not UTF-8");
-  uint32_t c = first & (0x3Fu >> more);
-  for (size_t k = 0; k < more; ++k, ++i) {
-    if ((byte(i) & 0xC0) != 0x80) throw_bad_json("not UTF-8");
-    c = c << 6 | (byte(i) & 63u);
-  }
-  static const uint32_t MIN_CODE[] = {0, 0x80, 0x800, 0x10000};
-  if (c < MIN_CODE[more] || c > 0x10FFFF) throw_bad_json("not UTF-8");
-  return c;
+uint32_t next_character(std::string_view text, size_t& i) {
+  const int32_t c = next_utf8(text, i);
+  if (c < 0) throw_bad_json("not UTF-8");
+  return static_cast<uint32_t>(c);
 }
 
 void append_escaped(std::string& out, std::string_view text) {
@@ -53,7 +45,7 @@ void append_escaped(std::string& out, std::string_view text) {
   };
   out += '"';
   for (size_t i = 0; i < text.size();) {
-    const uint32_t c = next_utf8(text, i);
+    const uint32_t c = next_character(text, i);
     const void* found = c < 0x80 ? memchr(LITERALS, static_cast<int>(c), 7) : nullptr; // not '/'
     if (found != nullptr) {
       out += '\\';
@@ -168,7 +160,7 @@ private:
     std::string found;
     while (at_ < text_.size() && text_[at_] != '"') {
       if (text_[at_] != '\\') {
-        const uint32_t c = next_utf8(text_, at_);
+        const uint32_t c = next_character(text_, at_);
         if (c < 0x20) throw_bad_json("a control character in a string");
         append_utf8(found, c);
         continue;

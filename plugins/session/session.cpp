@@ -1,4 +1,5 @@
 // The C interface of outrider_session.h: exceptions become a status with a cause and a remedy.
+#include <algorithm>
 #include <memory>
 #include <string>
 

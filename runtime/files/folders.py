@@ -73,9 +73,10 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
 def resolve_links(folder: Path) -> Path:
     """The folder with symbolic links resolved. Raises OSError for a cycle of links, for which
     pathlib raises another error, or none."""
+    resolved = Path(os.path.realpath(folder))
     with suppress(FileNotFoundError, NotADirectoryError):
-        folder.stat()
-    return folder.resolve()
+        resolved.stat()
+    return resolved
 
 
 def _recover(path: Path) -> None:

@@ -197,7 +197,7 @@ def test_taking_a_file_does_not_overwrite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "where",
     # In the last one, not even root may write.
-    ["/", "thesis", "circle", "circle/out", f"{__file__}/out", "/proc/outrider"],
+    ["/", "thesis", "circle", "no/../circle", "circle/out", f"{__file__}/out", "/proc/outrider"],
 )
 def test_out_is_refused_before_anything_is_exported(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
