@@ -123,7 +123,8 @@ class Decoder:
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> None:
-        """Run one round for all given unfinished sequences, which extends their `output`.
+        """Run one round for all given unfinished sequences, which extends their `output`; not that
+        of a sequence of which the draft has first to read more than a chunk.
 
         A sequence whose logits are broken ends with `finish_reason` "error" and its `error`, and
         must be released. The others are not affected.
@@ -133,13 +134,19 @@ class Decoder:
         plans = [self._plan(sequence) for sequence in batch]
         planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
-        result = self.rounds.run(plans)
+        waiting = self.rounds.read_ahead(plans)
+        unread -= sum(sequence.slot.draft_unread for sequence in waiting)
+        read_at = time.perf_counter()
+        plans = [plan for plan in plans if plan.sequence not in waiting]
+        result = self.rounds.run(plans) if plans else RoundResult()
+        if waiting:
+            result.time_draft_prefill += read_at - planned_at
         ran_at = time.perf_counter()
-        for sequence, part in zip(batch, result.parts, strict=True):
+        for plan, part in zip(plans, result.parts, strict=True):
             try:
-                self._commit(sequence, part)
+                self._commit(plan.sequence, part)
             except BaseException:  # an interrupt, perhaps in a thread that owns another text
-                self._fail_if_incomplete(sequence)
+                self._fail_if_incomplete(plan.sequence)
                 raise
         end = time.perf_counter()
         self._record_costs(result, plans, unread, end - planned_at)
@@ -174,7 +181,7 @@ class Decoder:
 
     def _reads_model(self, plan: SlotPlan) -> bool:
         kind = KINDS[plan.sequence.request.draft]
-        return kind.reads_model and min(plan.gamma, plan.max_drafts) > 0
+        return kind.reads_model and plan.drafts > 0
 
     def _record_costs(
         self, result: RoundResult, plans: Sequence[SlotPlan], unread: int, seconds: float

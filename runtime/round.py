@@ -1,7 +1,5 @@
-"""Algorithm 1 of Leviathan et al. 2023, run on the host.
-
-`gpu.rounds.DeviceRounds` runs it on a GPU. Both give the same tokens.
-"""
+"""Algorithm 1 of Leviathan et al. 2023 on the host. `gpu.rounds.DeviceRounds` runs it on a GPU,
+with the same tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def speculate(
     Raises OutriderError("numeric") for a broken row. The round can then be repeated: nothing is
     committed, and random numbers depend only on the position in the text.
     """
-    gammas = {plan.sequence: min(plan.gamma, plan.max_drafts) for plan in plans}
+    gammas = {plan.sequence: plan.drafts for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
     for sequence in proposer.sequences_behind(gammas):
         proposer.catch_up(sequence)
@@ -119,17 +117,18 @@ class HostRounds(Rounds):
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+            return SlotResult([], verdict, lambda: rows[0])
         except OutriderError as error:
             return SlotResult.failed(error)
-        return SlotResult([], verdict, lambda: rows[0])
+
+    def read_ahead(self, plans: Sequence[SlotPlan]) -> list[ActiveSequence]:
+        return self.proposer.read_ahead({plan.sequence: plan.drafts for plan in plans})
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._clock.lap()
         parts = self._run_or_split(plans)
-        times = self._clock.lap()
-        return RoundResult(
-            parts, times["draft"], times["draft_prefill"], times["verify"], times["sample"]
-        )
+        lap = self._clock.lap()
+        return RoundResult(parts, lap["draft"], lap["draft_prefill"], lap["verify"], lap["sample"])
 
     def _run_or_split(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
         """Run a round; if it fails because of one sequence, run each sequence separately."""

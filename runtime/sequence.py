@@ -103,6 +103,11 @@ class SlotPlan:
     max_drafts: int
     tokens_left: int
 
+    @property
+    def drafts(self) -> int:
+        """How many tokens to draft."""
+        return min(self.gamma, self.max_drafts)
+
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
@@ -157,6 +162,11 @@ class Rounds(Protocol):
     @abstractmethod
     def start(self, sequence: ActiveSequence) -> SlotResult:
         """Prefill the target with what it lacks of the prompt, and draw the first token."""
+
+    def read_ahead(self, plans: Sequence[SlotPlan]) -> list[ActiveSequence]:
+        """Before a round: let the draft read a chunk of a text of which it lacks more than that.
+        Returns all such texts, which wait for the draft while the others' rounds go on."""
+        return []
 
     @abstractmethod
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:

@@ -46,9 +46,11 @@ def record_run(decoder: Decoder, request: Request) -> Run:
     sequence = decoder.admit(request)
     rounds, stats = [], sequence.stats
     try:
+        before = replace(stats)
         while sequence.finish_reason is None:
-            before = replace(stats)
             decoder.round([sequence])
+            if stats.output_tokens == before.output_tokens:  # the draft reads the prompt
+                continue
             rounds.append(
                 RoundRecord(
                     gamma=stats.drafted - before.drafted,
@@ -57,6 +59,7 @@ def record_run(decoder: Decoder, request: Request) -> Run:
                     draft=stats.time_draft - before.time_draft,
                 )
             )
+            before = replace(stats)
         if sequence.error is not None:
             raise sequence.error
     finally:

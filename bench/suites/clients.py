@@ -1,9 +1,9 @@
 """Measure what clients of one engine cost each other: threads that share its slots and rounds.
 
 A long prompt beside a stream: the longest time between two events of the stream while another
-client gets a text. Its prompt is read in chunks, between which rounds run; a draft model reads it
-in one piece. Several texts of one prompt: the prompt is computed once, and rows of the cache are
-copied, so they are compared with one text, and with as many texts of different prompts.
+client gets a text. Target and draft read its prompt in chunks, between which rounds run. Several
+texts of one prompt: the prompt is computed once, and rows of the cache are copied, so they are
+compared with one text, and with as many texts of different prompts.
 """
 
 from __future__ import annotations

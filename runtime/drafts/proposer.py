@@ -62,7 +62,7 @@ class Proposer:
             sequence
             for sequence, gamma in gammas.items()
             if gamma
-            and self._draft_of(sequence).reads_model
+            and KINDS[sequence.request.draft].reads_model
             and (sequence.slot.draft_unread or not self._has_source(sequence))
         ]
 
@@ -70,9 +70,17 @@ class Proposer:
         source, engine = sequence.request.source, self.sources.engine
         return engine is None or engine.cached_rows.has_source(sequence.slot.index, source)
 
-    def catch_up(self, sequence: ActiveSequence) -> None:
+    def read_ahead(self, gammas: Gammas) -> list[ActiveSequence]:
+        """See `Rounds.read_ahead`."""
+        chunk = self.sources.engine.chunk if self.sources.engine else 0
+        far = [x for x in self.sequences_behind(gammas) if x.slot.draft_unread > chunk]
+        if far:
+            self.catch_up(far[0], chunk)
+        return far
+
+    def catch_up(self, sequence: ActiveSequence, most: int | None = None) -> None:
         """Let the draft model read what it lacks: source and prompt at first, later the tokens of
-        plain rounds."""
+        plain rounds. most: how many tokens, None for all."""
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
         engine.encode(slot.index, sequence.request.source)
@@ -83,9 +91,10 @@ class Proposer:
             tokens = slot.tokens[:need]
             if self.sources.slots.copies:
                 start = copy_prefix(engine, slot.index, tokens, start, sequence.request.source)
-            if start < need:
-                prefill(engine, slot.index, tokens, start)
-            slot.draft_len = need
+            end = need if most is None else min(need, start + most)
+            if start < end:
+                prefill(engine, slot.index, tokens[:end], start)
+            slot.draft_len = end
 
     def propose(self, gammas: Gammas) -> Drafted:
         """Draft for these sequences, at most gamma tokens each."""

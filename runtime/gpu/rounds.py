@@ -254,7 +254,7 @@ class DeviceRounds(Programs):
         begin, any_rows = time.perf_counter(), False
         for plan in plans:
             slot = plan.sequence.slot
-            if min(plan.gamma, plan.max_drafts) and slot.draft_unread:
+            if plan.drafts and slot.draft_unread:
                 assert self.draft is not None
                 need = slot.draft_len + slot.draft_unread
                 self._prefill(

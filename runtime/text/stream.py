@@ -117,8 +117,12 @@ class Stream(RunningRequests[Event]):
 
     def _advance(self) -> Event:
         if self._sequences:
-            self._engine.round(self._sequences)
             [sequence] = self._sequences
+            known = len(sequence.output)
+            while len(sequence.output) == known and sequence.finish_reason is None:
+                if self._caller.cancelled:  # while the draft read the prompt
+                    raise Cancelled
+                self._engine.round(self._sequences)
         else:
             sequence = self._engine.admit(self._caller, self._request)
             self._sequences[sequence] = (0, self._transcript)

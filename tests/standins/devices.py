@@ -14,6 +14,7 @@ from fakes import EOS, FakeEngine, near, random_model
 from rounds import finish, ids, join_and_leave, make_decoder
 
 from runtime.decoder import Decoder
+from runtime.round import HostRounds
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -32,6 +33,8 @@ PARAMS = [
 
 def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
     monkeypatch.setattr(rounds, "SAMPLER", "kernel")
+    # On a device a draft reads a prompt within one round.
+    monkeypatch.setattr(HostRounds, "read_ahead", lambda self, plans: [])
     return make_decoder(MODEL, DRAFT, **shape)
 
 

@@ -405,6 +405,25 @@ def test_a_stream_is_closed_while_its_prompt_is_read(tmp_path: Path) -> None:
     assert engine.decoder.slots.free == engine.slot_queue.free == 1
 
 
+def test_a_stream_is_closed_while_its_draft_reads_the_prompt(engine: TextEngine) -> None:
+    """And without that: each of its events has tokens."""
+    options = Options(max_new_tokens=9)
+    assert all(event.token_ids for event in engine.stream("abc" * 20, options))
+    stream, rounds = engine.stream("bca" * 20, options), engine.decoder.rounds
+    next(stream)
+    read_ahead, waits = rounds.read_ahead, list[int]()
+
+    def recorded(plans: Any) -> list[ActiveSequence]:
+        waits.append(len(waiting := read_ahead(plans)))
+        engine.slot_queue.cancel(stream._caller)
+        return waiting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "read_ahead", recorded)
+        assert list(stream) == [] and waits == [1]
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
 def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
     for _ in range(5):
         next(engine.stream("abc"))
