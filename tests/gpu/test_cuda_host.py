@@ -18,6 +18,7 @@ from samplers import Case, by_library, cpu_library
 
 from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape
+from bench.suites.gpu.profiling import Kernel
 from bench.suites.kernel.rounds import VARIANTS
 from runtime.files.errors import OutriderError
 from runtime.gpu.launch import find_image
@@ -72,6 +73,8 @@ def test_the_benchmark_runs_to_its_end(
 ):
     """Tests its arithmetic, not its times: a rare run on a GPU must not end in a typo."""
     monkeypatch.setattr(kernel_gpu, "GOALS_US", {(2500, 2, 1): 1e9})
+    profiled = [Kernel("scan", 0, 3), Kernel("scan", 4, 8), Kernel("rest", 9, 10)]
+    monkeypatch.setattr(kernel_gpu, "profile_kernels", lambda work: work() or profiled)
     jobs = [
         (name, KernelShape(2500, 2, batch, dtype))
         for name in names
@@ -86,6 +89,7 @@ def test_the_benchmark_runs_to_its_end(
         assert result["bytes"] >= result["B"] * 3 * 2500 * 2
         aimed = result["name"] == "token" and result["B"] == 1
         assert result.get("goal", {}).get("met", False) == aimed
+        assert result.get("launches_us") == ({"scan": 3.5, "rest": 1} if aimed else None)
     assert {stream for *_, stream in driver.launched} == {77}
     assert "token" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Outcome, Round, disagreements
+from .profiling import profile_kernels
 from .suite import goal, save_report
 
 DEVICE = "cuda"  # PyTorch's name for the device
@@ -189,6 +191,13 @@ class DeviceRound:
         figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
         return {name: round(value, 3) for name, value in figures.items()}
 
+    def launch_microseconds(self, plans: Sequence[Plan]) -> dict[str, float]:
+        """Median time of each kernel of these plans, by its name, without the gaps between them."""
+        times = defaultdict[str, list[float]](list)
+        for found in profile_kernels(lambda: self.launch(plans)):
+            times[found.name].append(found.end - found.begin)
+        return {name: round(float(np.median(each)), 2) for name, each in times.items()}
+
 
 def copy_bandwidth() -> float:
     """Bytes read and written per second by the fastest of ten large copies."""
@@ -253,6 +262,7 @@ def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> 
     limit = GOALS_US.get((shape.vocab_size, shape.gamma, shape.batch))
     if limit is not None and name == "token":
         result["goal"] = goal(verify["us"], limit)
+        result["launches_us"] = round_.launch_microseconds(round_.verifies)
     return result
 
 
