@@ -123,30 +123,54 @@ class Decoder:
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> None:
-        """Run one round for all given unfinished sequences, which extends their `output`; not that
-        of a sequence of which the draft has first to read more than a chunk.
+        """Run one round for all given unfinished sequences, which extends their `output`. Some may
+        have to wait: see `_read_ahead`.
 
         A sequence whose logits are broken ends with `finish_reason` "error" and its `error`, and
         must be released. The others are not affected.
         """
         begin = time.perf_counter()
+        waiting = self._read_ahead(batch)
+        read_at = time.perf_counter()
+        ready = [sequence for sequence in batch if sequence not in waiting]
+        if ready:
+            self._run(ready)
+        end = time.perf_counter()
+        # Those that wait take no part in what `_run` measures; the others waited for the chunk.
+        for sequence in batch if waiting else ():
+            seconds = (end if sequence in waiting else read_at) - begin
+            sequence.stats.time_draft_prefill += seconds
+            sequence.stats.elapsed += seconds
+
+    def _read_ahead(self, batch: Collection[ActiveSequence]) -> list[ActiveSequence]:
+        """Let the draft model read one chunk of the oldest of the sequences of which it lacks more.
+        Returns these sequences, which wait for it while the others' rounds go on. Not those with a
+        policy: it may choose not to draft."""
+        if self.draft is None:
+            return []
+        far = [
+            sequence
+            for sequence in batch
+            if sequence.slot.draft_unread > self.draft.chunk
+            and sequence.request.policy is None
+            and self._reads_model(self._plan(sequence))
+        ]
+        oldest = min(far, key=lambda sequence: sequence.started, default=None)
+        return far if oldest and self.rounds.read_ahead(oldest) else []
+
+    def _run(self, batch: Collection[ActiveSequence]) -> None:
+        begin = time.perf_counter()
         self._choose_gammas(batch)
         plans = [self._plan(sequence) for sequence in batch]
         planned_at = time.perf_counter()
         unread = sum(plan.sequence.slot.draft_unread for plan in plans if self._reads_model(plan))
-        waiting = self.rounds.read_ahead(plans)
-        unread -= sum(sequence.slot.draft_unread for sequence in waiting)
-        read_at = time.perf_counter()
-        plans = [plan for plan in plans if plan.sequence not in waiting]
-        result = self.rounds.run(plans) if plans else RoundResult()
-        if waiting:
-            result.time_draft_prefill += read_at - planned_at
+        result = self.rounds.run(plans)
         ran_at = time.perf_counter()
-        for plan, part in zip(plans, result.parts, strict=True):
+        for sequence, part in zip(batch, result.parts, strict=True):
             try:
-                self._commit(plan.sequence, part)
+                self._commit(sequence, part)
             except BaseException:  # an interrupt, perhaps in a thread that owns another text
-                self._fail_if_incomplete(plan.sequence)
+                self._fail_if_incomplete(sequence)
                 raise
         end = time.perf_counter()
         self._record_costs(result, plans, unread, end - planned_at)

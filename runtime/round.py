@@ -117,12 +117,13 @@ class HostRounds(Rounds):
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
-            return SlotResult([], verdict, lambda: rows[0])
         except OutriderError as error:
             return SlotResult.failed(error)
+        return SlotResult([], verdict, lambda: rows[0])
 
-    def read_ahead(self, plans: Sequence[SlotPlan]) -> list[ActiveSequence]:
-        return self.proposer.read_ahead({plan.sequence: plan.drafts for plan in plans})
+    def read_ahead(self, sequence: ActiveSequence) -> bool:
+        self.proposer.catch_up(sequence, one_chunk=True)
+        return True
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._clock.lap()

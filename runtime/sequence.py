@@ -163,10 +163,10 @@ class Rounds(Protocol):
     def start(self, sequence: ActiveSequence) -> SlotResult:
         """Prefill the target with what it lacks of the prompt, and draw the first token."""
 
-    def read_ahead(self, plans: Sequence[SlotPlan]) -> list[ActiveSequence]:
-        """Before a round: let the draft read a chunk of a text of which it lacks more than that.
-        Returns all such texts, which wait for the draft while the others' rounds go on."""
-        return []
+    def read_ahead(self, sequence: ActiveSequence) -> bool:
+        """Let the draft model read one chunk of a text of which it lacks more; returns whether it
+        did. If not, it reads all of it in the text's next round."""
+        return False
 
     @abstractmethod
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:

@@ -248,7 +248,7 @@ private:
     c_options.min_new_tokens = options.min_new_tokens;
     c_options.ignore_eos = options.ignore_eos;
     c_options.logprobs = options.logprobs.value_or(-1);
-    detail::call_checked(outrider_admit, session_.get(), prompt.data(),
+    detail::call_checked(outrider_begin, session_.get(), prompt.data(),
                          static_cast<std::int64_t>(prompt.size()), &c_options, &request_);
   }
 
@@ -286,13 +286,13 @@ public:
     session_.reset(session, detail::SessionCloser());
   }
 
-  // Take a slot, read the prompt and draw the first token. Throws Error; its status is
-  // OUTRIDER_FAILED_BUSY if no slot is free.
+  // Take a slot. The rounds of all streams read the prompt, a chunk in each, and the last chunk gives
+  // the first token. Throws Error; its status is OUTRIDER_FAILED_BUSY if no slot is free.
   Stream stream(const std::vector<std::int64_t>& prompt, const Options& options = {}) {
     return Stream(session_, prompt, options);
   }
 
-  // Run one round for all streams.
+  // Run one round for all streams: see outrider_round.
   void round() { detail::call_checked(outrider_round, session_.get()); }
 
   outrider_facts facts() const {

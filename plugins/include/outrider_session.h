@@ -6,7 +6,8 @@
  * bundles for TensorRT (docs/embedding.md). Prompts and results are token ids; tokenization is left
  * to the caller. outrider.hpp wraps this interface for C++17.
  *
- *   outrider_open -> outrider_admit ... -> outrider_round, outrider_take ... -> outrider_release
+ *   outrider_open -> outrider_admit or outrider_begin
+ *     ... -> outrider_round, outrider_take ... -> outrider_release
  *
  * A program compiled with another version of the headers has different structures: compare
  * outrider_abi_version() with OUTRIDER_ABI_VERSION first.
@@ -157,7 +158,8 @@ enum {
   OUTRIDER_LENGTH = 3,    /* max_new_tokens */
   OUTRIDER_CONTEXT = 4,   /* the bundle's max_len */
   OUTRIDER_CANCELLED = 5, /* outrider_cancel */
-  OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits; outrider_take returns the details */
+  OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits, or its prompt could not be read;
+                             outrider_take returns the details */
 };
 
 /* Statistics of a request. */
@@ -193,9 +195,18 @@ OUTRIDER_API int32_t outrider_admit(outrider_session* session, const int64_t* pr
                                     int64_t length, const outrider_options* options,
                                     uint64_t* request, outrider_failure* failure);
 
-/* Run one round for all requests that have not ended; do nothing if there are none. NaN or infinity
- * in the logits of one request ends only that request; the status reports failures of the whole
- * round. */
+/* The same, but the prompt is read by the next rounds, in chunks, so that other requests advance
+ * meanwhile and outrider_cancel need not wait for it. A failure to read it ends the request with
+ * OUTRIDER_BROKEN. */
+OUTRIDER_API int32_t outrider_begin(outrider_session* session, const int64_t* prompt,
+                                    int64_t length, const outrider_options* options,
+                                    uint64_t* request, outrider_failure* failure);
+
+/* Read at most one chunk (256 tokens) of a prompt, then run one round for all requests that have
+ * their first token and have not ended; do nothing if there are none. A request of whose text the
+ * draft model lacks more than a chunk gets no token: the draft reads one chunk of one such text. NaN
+ * or infinity in the logits of one request ends only that request; the status reports failures of
+ * the whole round. */
 OUTRIDER_API int32_t outrider_round(outrider_session* session, outrider_failure* failure);
 
 /* Take the next output tokens: at most `capacity` into `tokens`, their number into `count`. finish:

@@ -167,6 +167,22 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 }
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
+  const uint64_t request = begin(prompt, length, options);
+  Sequence& made = sequence(request);
+  try {
+    while (made.reading) read_prompt(made);
+  } catch (const BrokenLogits& broken) {
+    mark_broken(made, broken);
+    release(request);
+    throw;
+  } catch (...) {
+    release(request);
+    throw;
+  }
+  return request;
+}
+
+uint64_t Decoder::begin(const int64_t* prompt, int64_t length, const outrider_options& options) {
   Request request = check_request(prompt, length, options, bundle_, guarantees_.invariance_lost);
   std::map<uint64_t, std::unique_ptr<Sequence>> made; // merged below, which allocates nothing
   Sequence& sequence = *(made[next_request_] = std::make_unique<Sequence>());
@@ -188,44 +204,77 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
     }
   }
   sequence.stats.prompt_tokens = length;
+  sequence.stats.reused_tokens = sequence.target_len;
   rows_[sequence.slot].busy = true;
-  try {
-    start(sequence);
-  } catch (const BrokenLogits&) {
-    free_slot(sequence);
-    clear(sequence.slot);
-    throw;
-  } catch (...) {
-    free_slot(sequence);
-    throw;
-  }
   const std::lock_guard<std::mutex> lock(mutex_);
   sequences_.merge(made);
   return next_request_++;
 }
 
-// Prefill and draw the first token, with the target only.
-void Decoder::start(Sequence& sequence) {
+// Let the target read the next chunk of the prompt; with the last one, draw the first token.
+void Decoder::read_prompt(Sequence& sequence) {
   const double begin = now();
-  sequence.target_len = target_->copy_prefix( // all but two: see `reusable_rows`
-      sequence.slot, sequence.tokens, sequence.length() - 2, sequence.target_len);
-  sequence.stats.reused_tokens = sequence.target_len;
-  const LogitsView row =
-      target_->prefill(sequence.slot, sequence.tokens, sequence.target_len, sequence.length());
-  sequence.stats.prefill_seconds = now() - begin;
+  // A round that failed may have overwritten the rows that this one would continue from.
+  const int64_t start =
+      target_->cached_rows.resume_position(sequence.slot, sequence.target_len);
+  const int64_t held = target_->copy_prefix( // all but two: see `reusable_rows`
+      sequence.slot, sequence.tokens, sequence.length() - 2, start);
+  sequence.stats.reused_tokens += held - start;
+  sequence.target_len = held;
+  const int64_t end = std::min(held + target_->chunk, sequence.length());
+  const LogitsView row = target_->prefill(sequence.slot, sequence.tokens, held, end);
+  sequence.stats.prefill_seconds += now() - begin;
+  if (end < sequence.length()) {
+    sequence.target_len = end;
+    return;
+  }
   sampler_->begin({{&sequence, 0, {}, sequence.request.options.seed, false}});
   const outrider_verdict verdict = sampler_->verify(row, {}, sequence.slot)[0];
   commit_output(sequence, {}, verdict, row, 0);
+  sequence.reading = false;
+}
+
+// The next request whose prompt is being read: they take turns.
+Sequence* Decoder::next_reader() {
+  const auto reads = [](const auto& each) {
+    return each.second->reading && each.second->finish == OUTRIDER_RUNNING;
+  };
+  auto found = std::find_if(sequences_.upper_bound(last_reader_), sequences_.end(), reads);
+  if (found == sequences_.end()) found = std::find_if(sequences_.begin(), found, reads);
+  if (found == sequences_.end()) return nullptr;
+  last_reader_ = found->first;
+  return found->second.get();
+}
+
+// Let the draft model read one chunk of the first of the sequences of which it lacks more. These
+// wait: their plans are removed.
+void Decoder::read_ahead(std::vector<Plan>& plans) {
+  const auto far = std::stable_partition(plans.begin(), plans.end(), [&](const Plan& plan) {
+    return !plan.uses_draft_model() || plan.sequence->missing_draft_rows() <= draft_->chunk;
+  });
+  if (far == plans.end()) return;
+  const double begin = now();
+  proposer_->catch_up(*far->sequence, draft_->chunk);
+  far->sequence->stats.prefill_seconds += now() - begin;
+  plans.erase(far, plans.end());
 }
 
 void Decoder::round() {
   drop_cancelled();
   std::vector<Plan> plans;
   for (const auto& [number, sequence] : sequences_)
-    if (sequence->finish == OUTRIDER_RUNNING)
+    if (sequence->finish == OUTRIDER_RUNNING && !sequence->reading)
       plans.push_back({sequence.get(),
                        std::min<int64_t>(sequence->request.options.gamma, max_drafts(*sequence)),
                        {}});
+  if (Sequence* const reader = next_reader()) {
+    try {
+      read_prompt(*reader);
+    } catch (const Failure& failure) {
+      mark_broken(*reader, failure);
+    }
+  }
+  read_ahead(plans);
   if (plans.empty()) return;
   record_rows();
   const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;

@@ -24,6 +24,7 @@ public:
   explicit Decoder(const outrider_config& config);
 
   uint64_t admit(const int64_t* prompt, int64_t length, const outrider_options& options);
+  uint64_t begin(const int64_t* prompt, int64_t length, const outrider_options& options);
   void round();
   void cancel(uint64_t request); // may be called by any thread
   void release(uint64_t request);
@@ -38,7 +39,9 @@ private:
                                       int32_t min_width) const;
   int64_t reusable_rows(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
-  void start(Sequence& sequence);
+  void read_prompt(Sequence& sequence);
+  Sequence* next_reader();
+  void read_ahead(std::vector<Plan>& plans);
   void speculate(std::vector<Plan>& plans);
   void commit_output(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
                      const LogitsView& rows, int32_t row_of);
@@ -62,6 +65,7 @@ private:
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
   uint64_t next_request_ = 1;
+  uint64_t last_reader_ = 0; // the request of whose prompt a round has read the last chunk
   std::mutex mutex_; // guards the set of requests and their `cancelled`, for other threads
 };
 

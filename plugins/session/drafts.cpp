@@ -49,21 +49,26 @@ Proposer::Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slo
     inner_sampler_ = std::make_unique<Sampler>(width, width, max_gamma, slots, threads);
 }
 
+void Proposer::catch_up(Sequence& sequence, int64_t most) {
+  if (sequence.missing_draft_rows() == 0) return;
+  const int64_t need = sequence.draft_len + sequence.missing_draft_rows();
+  // A failed prefill may have overwritten the rows that this one would continue from.
+  int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
+  sequence.draft_len = start; // in case that this one fails too
+  start = engine_->copy_prefix(sequence.slot, sequence.tokens, need, start);
+  const int64_t end = most < need - start ? start + most : need;
+  engine_->prefill(sequence.slot, sequence.tokens, start, end);
+  sequence.draft_len = end;
+}
+
 DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
                             const std::vector<SlotRows>& rows) {
   std::vector<int64_t> valid_rows;
   for (const SlotRows& slot : rows) valid_rows.push_back(slot.draft);
-  // Rows that the draft lacks: the prompt at first, plain rounds later.
   for (Plan& plan : plans) {
-    Sequence& sequence = *plan.sequence;
-    const int64_t need = sequence.draft_len + sequence.missing_draft_rows();
-    if (plan.gamma > 0 && sequence.request.uses_draft_model() && need > sequence.draft_len) {
-      // A failed prefill may have overwritten the rows that this one would continue from.
-      int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
-      start = engine_->copy_prefix(sequence.slot, sequence.tokens, need, start);
-      engine_->prefill(sequence.slot, sequence.tokens, start, need);
-      sequence.draft_len = valid_rows[sequence.slot] = need;
-    }
+    if (!plan.uses_draft_model()) continue;
+    catch_up(*plan.sequence);
+    valid_rows[plan.sequence->slot] = plan.sequence->draft_len;
   }
   draft_all_at_once(plans, valid_rows);
   std::vector<SlotSampling> places;

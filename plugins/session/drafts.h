@@ -14,6 +14,8 @@ struct Plan {
   Sequence* sequence;
   int64_t gamma; // maximum number of draft tokens; after drafting, their actual number
   Tokens drafts;
+
+  bool uses_draft_model() const { return gamma > 0 && sequence->request.uses_draft_model(); }
 };
 
 // The smallest range of consecutive slots, first .. last - 1, that contains all parts.
@@ -49,6 +51,10 @@ public:
   // engine: the draft model, or null. width: V that target and draft share. corpus: or null.
   Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
            const Corpus* corpus);
+
+  // Let the draft model read what it lacks of a sequence: the prompt at first, plain rounds later. At
+  // most `most` tokens.
+  void catch_up(Sequence& sequence, int64_t most = INT64_MAX);
 
   // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
   // the valid rows of all slots. Throws Failure, or BrokenLogits for the logits of one sequence.

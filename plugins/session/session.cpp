@@ -93,6 +93,15 @@ int32_t outrider_admit(outrider_session* session, const int64_t* prompt, int64_t
   });
 }
 
+int32_t outrider_begin(outrider_session* session, const int64_t* prompt, int64_t length,
+                       const outrider_options* options, uint64_t* request,
+                       outrider_failure* failure) {
+  return run_guarded(failure, [&] {
+    require_pointer(options != nullptr, "options"), require_pointer(request != nullptr, "request");
+    *request = decoder_of(session).begin(prompt, length, *options);
+  });
+}
+
 int32_t outrider_round(outrider_session* session, outrider_failure* failure) {
   return run_guarded(failure, [&] { decoder_of(session).round(); });
 }

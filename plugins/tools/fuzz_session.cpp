@@ -92,7 +92,8 @@ void run_cancellations(outrider_session* session) {
   int cancelled = 0;
   for (int i = 0; i < 100; ++i) {
     std::uint64_t request = 0;
-    if (outrider_admit(session, prompt, 3, &options, &request, nullptr) != OUTRIDER_OK) continue;
+    const auto start = i % 2 ? outrider_begin : outrider_admit;
+    if (start(session, prompt, 3, &options, &request, nullptr) != OUTRIDER_OK) continue;
     outrider_token token;
     std::int32_t count = 1, finish = OUTRIDER_RUNNING;
     while (finish == OUTRIDER_RUNNING) {

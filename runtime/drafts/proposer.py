@@ -62,7 +62,7 @@ class Proposer:
             sequence
             for sequence, gamma in gammas.items()
             if gamma
-            and KINDS[sequence.request.draft].reads_model
+            and self._draft_of(sequence).reads_model
             and (sequence.slot.draft_unread or not self._has_source(sequence))
         ]
 
@@ -70,17 +70,9 @@ class Proposer:
         source, engine = sequence.request.source, self.sources.engine
         return engine is None or engine.cached_rows.has_source(sequence.slot.index, source)
 
-    def read_ahead(self, gammas: Gammas) -> list[ActiveSequence]:
-        """See `Rounds.read_ahead`."""
-        chunk = self.sources.engine.chunk if self.sources.engine else 0
-        far = [x for x in self.sequences_behind(gammas) if x.slot.draft_unread > chunk]
-        if far:
-            self.catch_up(far[0], chunk)
-        return far
-
-    def catch_up(self, sequence: ActiveSequence, most: int | None = None) -> None:
+    def catch_up(self, sequence: ActiveSequence, *, one_chunk: bool = False) -> None:
         """Let the draft model read what it lacks: source and prompt at first, later the tokens of
-        plain rounds. most: how many tokens, None for all."""
+        plain rounds. one_chunk: not all of it, at most a chunk."""
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
         engine.encode(slot.index, sequence.request.source)
@@ -88,10 +80,11 @@ class Proposer:
             need = slot.draft_len + slot.draft_unread
             # An interrupted read may have overwritten the rows that this one would start from.
             start = engine.cached_rows.resume_position(slot.index, slot.draft_len)
+            slot.draft_len = start  # in case that this read is interrupted too
             tokens = slot.tokens[:need]
             if self.sources.slots.copies:
                 start = copy_prefix(engine, slot.index, tokens, start, sequence.request.source)
-            end = need if most is None else min(need, start + most)
+            end = min(need, start + engine.chunk) if one_chunk else need
             if start < end:
                 prefill(engine, slot.index, tokens[:end], start)
             slot.draft_len = end

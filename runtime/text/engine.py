@@ -114,7 +114,7 @@ class TextEngine:
     def stream(
         self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
     ) -> Stream:
-        """Generate the text round by round, one event each; see `Stream`. Arguments as for
+        """Generate the text round by round, as events; see `Stream`. Arguments as for
         `generate`."""
         return Stream(self, *make_request(self, prompt, _merge_options(options, more)))
 

@@ -99,7 +99,7 @@ class RunningRequests(ABC, Generic[Item]):
 
 
 class Stream(RunningRequests[Event]):
-    """A text as it comes: one event per round, the last of which has the result.
+    """A text as it comes: an event for each round that adds tokens, the last with the result.
 
     The slot is taken with the first event. result: None until the last event, and if the stream was
     closed before it.

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,3 +264,22 @@ def test_every_call_reads_its_own_text(max_gamma: int) -> None:
         pytest.raises(Lost),
     ):
         play(0, max_gamma, 1, rows + 1, 120)
+
+
+def test_a_read_that_is_interrupted_twice_begins_anew() -> None:
+    """Fault: the third time the draft went on from its old length, where its state was lost."""
+    known, luck = Texts(), list[float]()
+    dice = SimpleNamespace(random=lambda: luck.pop() if luck else 1.0)
+    engines = [Shadow(known, dice, StateFacts([[1, 1]], 6, 1), 1, MAX_LEN + 3) for _ in range(2)]
+    rounds = HostRounds(*engines, Dice(known, dice), Dice(known, dice))
+    slot, tokens = rounds.slots.acquire(), [number % WORDS for number in range(40)]
+    sequence = ActiveSequence(Request(tokens, gamma=2), slot)
+    slot.tokens.extend(tokens)
+    assert rounds.read_ahead(sequence) and slot.draft_len == 16
+    for _ in range(2):
+        luck.append(0.0)
+        with pytest.raises(Interrupt):
+            rounds.read_ahead(sequence)
+    rounds.proposer.catch_up(sequence)
+    read = known.after(0, tokens[: slot.draft_len])
+    assert engines[1].ring[0][(slot.draft_len - 1) % 6] == read[-1] and slot.draft_len == 38

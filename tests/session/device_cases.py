@@ -78,6 +78,46 @@ def test_a_stale_row_would_be_noticed(tmp_path: Path) -> None:
 LONG = np.random.default_rng(0).integers(2, 32, 600).tolist()
 
 
+def test_other_requests_advance_while_a_prompt_is_read(tmp_path: Path) -> None:
+    """Fault: they wait for the whole prompt, or for all that the draft reads of it; a short prompt
+    waits for a long one."""
+    options = {**DRAFTED, "gamma": 2, "max_new_tokens": 60}
+    make_bundle(tmp_path, slots=3, max_len=700)
+    prompts = [5, 6], LONG, [7, 8, 9]
+    with NativeSession(tmp_path) as session:
+        expected = [session.generate(prompt, **options) for prompt in prompts]
+    with NativeSession(tmp_path) as session:
+        requests = [
+            session.admit(prompt, how, **options)
+            for prompt, how in zip(prompts, ("admit", "begin", "begin"), strict=True)
+        ]
+        texts: list[list[int]] = [[], [], []]
+        new = [[0, 0, 0] for _ in range(7)]
+        session.take(requests[0])
+        for counts in new:
+            session.round()
+            for i, request in enumerate(requests):
+                tokens, _ = session.take(request)
+                texts[i] += [token.id for token in tokens]
+                counts[i] = len(tokens)
+        # 256 tokens of the prompt, the short prompt, 256 and 88 tokens; then the draft's 256, 256
+        # and 87.
+        assert [counts[1] for counts in new[:6]] == [0, 0, 0, 1, 0, 0] and new[6][1] > 0, new
+        assert [counts[2] for counts in new[:2]] == [0, 1], new
+        assert all(counts[0] > 0 for counts in new), new
+        for text, request in zip(texts, requests, strict=True):
+            text += [token.id for token in session.tokens(request)]
+        assert texts == [expected[0][1:], *expected[1:]]
+        for request in requests:
+            session.release(request)
+        request = session.admit(LONG[::-1], "begin", **options)
+        session.round()
+        session.cancel(request)
+        session.round()
+        assert session.take(request) == ([], "cancelled")
+        session.release(request)
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "bundle", "length"),
     [

@@ -58,8 +58,9 @@ std::vector<std::int64_t> generate(outrider_session* session, const outrider_opt
                                    bool allocations_fail) {
   const std::int64_t prompt[] = {5, 6, 7, 5, 6};
   std::uint64_t request = 0;
+  const auto start = options.draft == OUTRIDER_DRAFT_NONE ? outrider_admit : outrider_begin;
   if (retry_until_memory(allocations_fail, [&] {
-        return outrider_admit(session, prompt, 5, &options, &request, nullptr);
+        return start(session, prompt, 5, &options, &request, nullptr);
       }) != OUTRIDER_OK)
     return {};
   std::vector<std::int64_t> found;

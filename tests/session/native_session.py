@@ -127,10 +127,11 @@ class NativeSession:
         library().outrider_get_facts(self._session, c.byref(facts))
         return facts
 
-    def admit(self, prompt: Sequence[int], **options: Any) -> int:
+    def admit(self, prompt: Sequence[int], how: str = "admit", **options: Any) -> int:
+        """how: "admit" or "begin"."""
         made, kept = c_options(**options)
         ids, number = (I64 * len(prompt))(*prompt), U64()
-        self._call("outrider_admit", self._session, ids, I64(len(prompt)), c.byref(made),
+        self._call(f"outrider_{how}", self._session, ids, I64(len(prompt)), c.byref(made),
                    c.byref(number))  # fmt: skip
         self._kept[number.value] = kept
         return number.value
@@ -275,10 +276,11 @@ def compare_runtimes(
     jobs: Sequence[tuple[list[int], Mapping[str, Any]]],
     random: Random,
 ) -> int:
-    """Run the requests in both runtimes, joining, advancing and leaving in step. Returns the number
-    of tokens compared."""
+    """Run the requests in both runtimes, joining, advancing and leaving in step, half of them with
+    prompts that are read between rounds. Returns the number of tokens compared."""
     decoder, waiting, compared = engine.decoder, list(jobs)[::-1], 0
     active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
+    reading, last = list[int](), 0  # whose prompts are being read, in turns
 
     def compare(number: int, expected: Sequence[Token]) -> None:
         nonlocal compared
@@ -297,21 +299,32 @@ def compare_runtimes(
             session.cancel(number)
             session.release(number)
             del active[number]
+            if number in reading:
+                reading.remove(number)
 
     while waiting or active:
         if waiting and decoder.slots.free and random.random() < 0.6:
             prompt, options = waiting.pop()
-            request = engine.request(prompt, Options(**options))
-            sequence = decoder.admit(request)
-            stops = options.get("stop_token_ids", ())
-            number = session.admit(prompt, **{**options, "stop_token_ids": stops})
+            sequence = decoder.take_slot(engine.request(prompt, Options(**options)))
+            stops, how = options.get("stop_token_ids", ()), random.choice(["admit", "begin"])
+            number = session.admit(prompt, how, **{**options, "stop_token_ids": stops})
             active[number] = sequence, options
-            compare(number, sequence.output[:1])
+            if how == "begin":
+                reading.append(number)
+            while how == "admit" and not decoder.prefill(sequence):
+                pass
+            compare(number, sequence.output)
             continue
         if not active:
             continue
         before = {number: len(sequence.output) for number, (sequence, _) in active.items()}
-        decoder.round([sequence for sequence, _ in active.values()])
+        begun = [sequence for number, (sequence, _) in active.items() if number not in reading]
+        if reading:
+            last = next((number for number in reading if number > last), reading[0])
+            if decoder.prefill(active[last][0]):
+                reading.remove(last)
+        if begun:
+            decoder.round(begun)
         session.round()
         for number, length in before.items():
             compare(number, active[number][0].output[length:])

@@ -291,13 +291,13 @@ def test_a_length_that_no_sum_can_hold(llama_bundle: Path) -> None:
     assert status == 9 and b"MAX_LEN=9223372036854775907," in failure.remedy
 
 
-def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["admit", "begin"])
+def test_broken_logits(llama_bundle: Path, tmp_path: Path, how: str) -> None:
     bundle = with_broken("target", llama_bundle, tmp_path / "bundle")
-    with (
-        NativeSession(bundle, unverified=1) as session,
-        pytest.raises(OutriderError, match=r"^numeric: .*target, slot 0, position 3: NaN"),
-    ):
-        session.generate([5, 6, 7])
+    with NativeSession(bundle, unverified=1) as session:
+        for _ in range(2):  # the slot is free again
+            with pytest.raises(OutriderError, match=r"^numeric: .*target, slot 0, position 3: NaN"):
+                session.generate([5, 6, 7], how=how)
 
 
 def test_slots_are_finite(llama_bundle: Path) -> None:

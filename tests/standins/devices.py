@@ -16,7 +16,7 @@ from rounds import finish, ids, join_and_leave, make_decoder
 from runtime.decoder import Decoder
 from runtime.round import HostRounds
 from runtime.sampling.warp import SamplingParams
-from runtime.sequence import Request
+from runtime.sequence import Request, Rounds
 
 MODEL = random_model(1, never=[EOS])
 DRAFT = near(MODEL, 2, 0.7)
@@ -34,7 +34,7 @@ PARAMS = [
 def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
     monkeypatch.setattr(rounds, "SAMPLER", "kernel")
     # On a device a draft reads a prompt within one round.
-    monkeypatch.setattr(HostRounds, "read_ahead", lambda self, plans: [])
+    monkeypatch.setattr(HostRounds, "read_ahead", Rounds.read_ahead)
     return make_decoder(MODEL, DRAFT, **shape)
 
 

@@ -411,16 +411,16 @@ def test_a_stream_is_closed_while_its_draft_reads_the_prompt(engine: TextEngine)
     assert all(event.token_ids for event in engine.stream("abc" * 20, options))
     stream, rounds = engine.stream("bca" * 20, options), engine.decoder.rounds
     next(stream)
-    read_ahead, waits = rounds.read_ahead, list[int]()
+    read_ahead, reads = rounds.read_ahead, list[bool]()
 
-    def recorded(plans: Any) -> list[ActiveSequence]:
-        waits.append(len(waiting := read_ahead(plans)))
+    def recorded(sequence: ActiveSequence) -> bool:
+        reads.append(read_ahead(sequence))
         engine.slot_queue.cancel(stream._caller)
-        return waiting
+        return reads[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "read_ahead", recorded)
-        assert list(stream) == [] and waits == [1]
+        assert list(stream) == [] and reads == [True]
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
