@@ -286,8 +286,9 @@ public:
     session_.reset(session, detail::SessionCloser());
   }
 
-  // Take a slot. The rounds of all streams read the prompt, a chunk in each, and the last chunk gives
-  // the first token. Throws Error; its status is OUTRIDER_FAILED_BUSY if no slot is free.
+  // Take a slot. Rounds, which `next` of any stream runs, read the prompt, a chunk in each; the last
+  // chunk gives the first token. Throws Error; its status is OUTRIDER_FAILED_BUSY if no slot is free.
+  // If the prompt cannot be read, `next` throws.
   Stream stream(const std::vector<std::int64_t>& prompt, const Options& options = {}) {
     return Stream(session_, prompt, options);
   }

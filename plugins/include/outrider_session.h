@@ -158,7 +158,7 @@ enum {
   OUTRIDER_LENGTH = 3,    /* max_new_tokens */
   OUTRIDER_CONTEXT = 4,   /* the bundle's max_len */
   OUTRIDER_CANCELLED = 5, /* outrider_cancel */
-  OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits, or its prompt could not be read;
+  OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits, or text that could not be read;
                              outrider_take returns the details */
 };
 
@@ -171,7 +171,8 @@ typedef struct {
   int64_t drafted;        /* draft tokens proposed */
   int64_t accepted;       /* draft tokens that became output */
   double prefill_seconds;
-  double round_seconds;   /* total time of its rounds, including other requests in them */
+  double round_seconds;   /* total time of its rounds, including other requests in them, but not
+                             the reading of their prompts */
   double draft_seconds;   /* part of round_seconds spent in the draft model */
   double target_seconds;  /* part spent in the target; the rest is sampling and host code */
 } outrider_stats;
@@ -202,11 +203,12 @@ OUTRIDER_API int32_t outrider_begin(outrider_session* session, const int64_t* pr
                                     int64_t length, const outrider_options* options,
                                     uint64_t* request, outrider_failure* failure);
 
-/* Read at most one chunk (256 tokens) of a prompt, then run one round for all requests that have
- * their first token and have not ended; do nothing if there are none. A request of whose text the
- * draft model lacks more than a chunk gets no token: the draft reads one chunk of one such text. NaN
- * or infinity in the logits of one request ends only that request; the status reports failures of
- * the whole round. */
+/* Read at most one chunk (256 tokens) of a prompt that is being read; then run one round for all
+ * requests that have their first token and have not ended. A request gets no token in a round in
+ * which its prompt is read, or in which the draft model lacks more than a chunk of its text: the
+ * draft then reads one chunk of the oldest such text. NaN or infinity in the logits of one request,
+ * or text that a model cannot read, ends only that request; the status reports failures of the whole
+ * round. */
 OUTRIDER_API int32_t outrider_round(outrider_session* session, outrider_failure* failure);
 
 /* Take the next output tokens: at most `capacity` into `tokens`, their number into `count`. finish:

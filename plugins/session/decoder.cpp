@@ -129,7 +129,7 @@ Sequence& Decoder::sequence(uint64_t request) {
   const auto found = sequences_.find(request);
   if (found == sequences_.end())
     fail(OUTRIDER_FAILED_OPTION, "there is no request " + std::to_string(request),
-         "Use a number that outrider_admit returned, until it is released");
+         "Use a number that outrider_admit or outrider_begin returned, until it is released");
   return *found->second;
 }
 
@@ -171,8 +171,8 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   Sequence& made = sequence(request);
   try {
     while (made.reading) read_prompt(made);
-  } catch (const BrokenLogits& broken) {
-    mark_broken(made, broken);
+  } catch (const BrokenLogits&) {
+    made.finish = OUTRIDER_BROKEN;
     release(request);
     throw;
   } catch (...) {
@@ -205,6 +205,7 @@ uint64_t Decoder::begin(const int64_t* prompt, int64_t length, const outrider_op
   }
   sequence.stats.prompt_tokens = length;
   sequence.stats.reused_tokens = sequence.target_len;
+  sequence.turn = ++turns_;
   rows_[sequence.slot].busy = true;
   const std::lock_guard<std::mutex> lock(mutex_);
   sequences_.merge(made);
@@ -219,7 +220,7 @@ void Decoder::read_prompt(Sequence& sequence) {
       target_->cached_rows.resume_position(sequence.slot, sequence.target_len);
   const int64_t held = target_->copy_prefix( // all but two: see `reusable_rows`
       sequence.slot, sequence.tokens, sequence.length() - 2, start);
-  sequence.stats.reused_tokens += held - start;
+  sequence.stats.reused_tokens = std::min(sequence.stats.reused_tokens, start) + held - start;
   sequence.target_len = held;
   const int64_t end = std::min(held + target_->chunk, sequence.length());
   const LogitsView row = target_->prefill(sequence.slot, sequence.tokens, held, end);
@@ -234,29 +235,42 @@ void Decoder::read_prompt(Sequence& sequence) {
   sequence.reading = false;
 }
 
-// The next request whose prompt is being read: they take turns.
+// The next request whose prompt is being read: the one that has waited longest since its last turn.
 Sequence* Decoder::next_reader() {
-  const auto reads = [](const auto& each) {
-    return each.second->reading && each.second->finish == OUTRIDER_RUNNING;
-  };
-  auto found = std::find_if(sequences_.upper_bound(last_reader_), sequences_.end(), reads);
-  if (found == sequences_.end()) found = std::find_if(sequences_.begin(), found, reads);
-  if (found == sequences_.end()) return nullptr;
-  last_reader_ = found->first;
-  return found->second.get();
+  Sequence* found = nullptr;
+  for (const auto& [number, sequence] : sequences_)
+    if (sequence->reading && sequence->finish == OUTRIDER_RUNNING &&
+        (found == nullptr || sequence->turn < found->turn))
+      found = sequence.get();
+  if (found != nullptr) found->turn = ++turns_;
+  return found;
 }
 
-// Let the draft model read one chunk of the first of the sequences of which it lacks more. These
-// wait: their plans are removed.
-void Decoder::read_ahead(std::vector<Plan>& plans) {
-  const auto far = std::stable_partition(plans.begin(), plans.end(), [&](const Plan& plan) {
-    return !plan.uses_draft_model() || plan.sequence->missing_draft_rows() <= draft_->chunk;
-  });
-  if (far == plans.end()) return;
-  const double begin = now();
-  proposer_->catch_up(*far->sequence, draft_->chunk);
-  far->sequence->stats.prefill_seconds += now() - begin;
-  plans.erase(far, plans.end());
+// Let the draft model read what it lacks of the sequences; where that is more than a chunk, one
+// chunk of the first such sequence. These wait, and one that cannot be read ends: their plans are
+// removed.
+void Decoder::catch_up(std::vector<Plan>& plans) {
+  std::vector<Plan> ready;
+  bool has_read = false;
+  for (const Plan& plan : plans) {
+    Sequence& sequence = *plan.sequence;
+    const bool waits =
+        plan.uses_draft_model() && sequence.missing_draft_rows() > draft_->chunk;
+    if (plan.uses_draft_model() && !(waits && has_read)) try {
+        const double begin = now(), draft = draft_->seconds;
+        proposer_->catch_up(sequence, waits ? draft_->chunk : sequence.length());
+        has_read |= waits;
+        if (waits) { // otherwise it counts with the round
+          sequence.stats.round_seconds += now() - begin;
+          sequence.stats.draft_seconds += draft_->seconds - draft;
+        }
+      } catch (const Failure& failure) {
+        mark_broken(sequence, failure);
+        continue;
+      }
+    if (!waits) ready.push_back(plan);
+  }
+  plans = std::move(ready);
 }
 
 void Decoder::round() {
@@ -274,10 +288,10 @@ void Decoder::round() {
       mark_broken(*reader, failure);
     }
   }
-  read_ahead(plans);
+  const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
+  catch_up(plans);
   if (plans.empty()) return;
   record_rows();
-  const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
   try {
     std::vector<Plan> all = plans;
     speculate(all);
@@ -443,7 +457,7 @@ void Decoder::record_rows() {
 // if that fails, when the next request takes the slot.
 void Decoder::free_slot(Sequence& sequence) {
   rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
-  if (sequence.failure != nullptr) clear(sequence.slot);
+  if (sequence.finish == OUTRIDER_BROKEN) clear(sequence.slot);
 }
 
 void Decoder::clear(int32_t slot) {

@@ -41,7 +41,7 @@ private:
   int32_t acquire(const Tokens& prompt);
   void read_prompt(Sequence& sequence);
   Sequence* next_reader();
-  void read_ahead(std::vector<Plan>& plans);
+  void catch_up(std::vector<Plan>& plans);
   void speculate(std::vector<Plan>& plans);
   void commit_output(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
                      const LogitsView& rows, int32_t row_of);
@@ -65,7 +65,7 @@ private:
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
   uint64_t next_request_ = 1;
-  uint64_t last_reader_ = 0; // the request of whose prompt a round has read the last chunk
+  uint64_t turns_ = 0; // of the requests whose prompts are read
   std::mutex mutex_; // guards the set of requests and their `cancelled`, for other threads
 };
 

@@ -56,7 +56,7 @@ void Proposer::catch_up(Sequence& sequence, int64_t most) {
   int64_t start = engine_->cached_rows.resume_position(sequence.slot, sequence.draft_len);
   sequence.draft_len = start; // in case that this one fails too
   start = engine_->copy_prefix(sequence.slot, sequence.tokens, need, start);
-  const int64_t end = most < need - start ? start + most : need;
+  const int64_t end = std::min(need, start + most);
   engine_->prefill(sequence.slot, sequence.tokens, start, end);
   sequence.draft_len = end;
 }
@@ -65,11 +65,6 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
                             const std::vector<SlotRows>& rows) {
   std::vector<int64_t> valid_rows;
   for (const SlotRows& slot : rows) valid_rows.push_back(slot.draft);
-  for (Plan& plan : plans) {
-    if (!plan.uses_draft_model()) continue;
-    catch_up(*plan.sequence);
-    valid_rows[plan.sequence->slot] = plan.sequence->draft_len;
-  }
   draft_all_at_once(plans, valid_rows);
   std::vector<SlotSampling> places;
   bool any_rows = false, any_chain = false;

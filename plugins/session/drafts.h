@@ -52,12 +52,13 @@ public:
   Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
            const Corpus* corpus);
 
-  // Let the draft model read what it lacks of a sequence: the prompt at first, plain rounds later. At
-  // most `most` tokens.
-  void catch_up(Sequence& sequence, int64_t most = INT64_MAX);
+  // Let the draft model read at most `most` of the tokens that it lacks of a sequence: those of the
+  // prompt at first, of plain rounds later.
+  void catch_up(Sequence& sequence, int64_t most);
 
-  // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
-  // the valid rows of all slots. Throws Failure, or BrokenLogits for the logits of one sequence.
+  // Draft at most gamma tokens for each of these sequences, which the draft model has caught up
+  // with, and begin the sampler's round. rows: the valid rows of all slots. Throws Failure, or
+  // BrokenLogits for the logits of one sequence.
   DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
 
 private:

@@ -51,6 +51,7 @@ struct Sequence {
   int64_t target_len = 0, draft_len = 0; // committed rows
   int32_t finish = OUTRIDER_RUNNING;
   bool reading = true;              // the prompt, of which the target has computed target_len rows
+  uint64_t turn = 0;                // when it last read a chunk, or began
   bool cancelled = false;           // set by any thread, read before the next round
   std::unique_ptr<Failure> failure; // why it was broken off
   std::deque<Token> new_tokens;     // not taken yet

@@ -116,6 +116,17 @@ def test_other_requests_advance_while_a_prompt_is_read(tmp_path: Path) -> None:
         session.round()
         assert session.take(request) == ([], "cancelled")
         session.release(request)
+        # Fault: the prompt never has its turn while new requests keep coming.
+        request, others = session.admit(LONG[::-1], "begin", **options), list[int]()
+        for number in range(12):
+            while len(others) < 2:
+                others.append(session.admit([5, 6, number], "begin", **PLAIN))
+            session.round()
+            for other in others[:]:
+                if session.take(other)[0]:
+                    session.release(other)
+                    others.remove(other)
+        assert session.take(request)[0]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +219,25 @@ def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
         with pytest.raises(OutriderError, match=r"^numeric: "):
             session.generate([5, 6, 7], **PLAIN)
         assert len(session.generate([5, 6, 7], **{**PLAIN, "max_new_tokens": 10})) == 10
+
+
+@pytest.mark.parametrize("rounds", [1, 4], ids=["target", "draft"])
+def test_a_prompt_that_cannot_be_read_ends_its_request(
+    tmp_path: Path, driver: ctypes.CDLL, rounds: int
+) -> None:
+    """Fault: the round failed, and with it every other request's, until this one was released."""
+    make_bundle(tmp_path, slots=1, max_len=700)
+    with NativeSession(tmp_path) as session:
+        request = session.admit(LONG, "begin", **DRAFTED)
+        for _ in range(rounds):
+            session.round()
+        driver.standin_break(True)
+        session.round()
+        driver.standin_break(False)
+        with pytest.raises(OutriderError, match=r"^backend: .*failed"):
+            session.take(request)
+        session.release(request)
+        assert session.generate([5, 6, 7], **PLAIN)
 
 
 def test_a_slot_that_cannot_be_emptied_is_free_all_the_same(

@@ -108,7 +108,7 @@ int main(int, char** words) {
   outrider_default_options(&options);
   const std::int64_t prompt[] = {5, 6};
   std::uint64_t request = 0;
-  for (const bool allocations_fail : {true, false})
+  for (const bool allocations_fail : {true, false, true}) // the last one with a kept call
     if (retry_until_memory(allocations_fail, [&] {
           return outrider_admit(broken, prompt, 2, &options, &request, nullptr);
         }) != OUTRIDER_FAILED_NUMERIC)

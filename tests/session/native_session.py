@@ -280,7 +280,7 @@ def compare_runtimes(
     prompts that are read between rounds. Returns the number of tokens compared."""
     decoder, waiting, compared = engine.decoder, list(jobs)[::-1], 0
     active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
-    reading, last = list[int](), 0  # whose prompts are being read, in turns
+    reading = list[int]()  # whose prompts are being read, in the order of their turns
 
     def compare(number: int, expected: Sequence[Token]) -> None:
         nonlocal compared
@@ -320,9 +320,9 @@ def compare_runtimes(
         before = {number: len(sequence.output) for number, (sequence, _) in active.items()}
         begun = [sequence for number, (sequence, _) in active.items() if number not in reading]
         if reading:
-            last = next((number for number in reading if number > last), reading[0])
-            if decoder.prefill(active[last][0]):
-                reading.remove(last)
+            number = reading.pop(0)
+            if not decoder.prefill(active[number][0]):
+                reading.append(number)
         if begun:
             decoder.round(begun)
         session.round()
