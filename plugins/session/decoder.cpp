@@ -246,30 +246,33 @@ Sequence* Decoder::next_reader() {
   return found;
 }
 
-// Let the draft model read what it lacks of the sequences; where that is more than a chunk, one
-// chunk of the first such sequence. These wait, and one that cannot be read ends: their plans are
-// removed.
+// Let the draft model read what it lacks of the sequences; where that is more than a chunk, only a
+// chunk of the first such sequence, before the others. These wait, and one that cannot be read ends:
+// their plans are removed.
 void Decoder::catch_up(std::vector<Plan>& plans) {
-  std::vector<Plan> ready;
-  bool has_read = false;
-  for (const Plan& plan : plans) {
-    Sequence& sequence = *plan.sequence;
-    const bool waits =
-        plan.uses_draft_model() && sequence.missing_draft_rows() > draft_->chunk;
-    if (plan.uses_draft_model() && !(waits && has_read)) try {
-        const double begin = now(), draft = draft_->seconds;
-        proposer_->catch_up(sequence, waits ? draft_->chunk : sequence.length());
-        has_read |= waits;
-        if (waits) { // otherwise it counts with the round
-          sequence.stats.round_seconds += now() - begin;
-          sequence.stats.draft_seconds += draft_->seconds - draft;
-        }
-      } catch (const Failure& failure) {
-        mark_broken(sequence, failure);
-        continue;
-      }
-    if (!waits) ready.push_back(plan);
+  const auto read = [this](Sequence& sequence, int64_t most) {
+    try {
+      proposer_->catch_up(sequence, most);
+      return true;
+    } catch (const Failure& failure) {
+      mark_broken(sequence, failure);
+      return false;
+    }
+  };
+  const auto far = std::stable_partition(plans.begin(), plans.end(), [this](const Plan& plan) {
+    return !plan.uses_draft_model() || plan.sequence->missing_draft_rows() <= draft_->chunk;
+  });
+  if (far != plans.end()) {
+    outrider_stats& stats = far->sequence->stats;
+    const double begin = now(), draft = draft_->seconds;
+    read(*far->sequence, draft_->chunk);
+    stats.round_seconds += now() - begin;
+    stats.draft_seconds += draft_->seconds - draft;
   }
+  std::vector<Plan> ready;
+  for (auto plan = plans.begin(); plan != far; ++plan)
+    if (!plan->uses_draft_model() || read(*plan->sequence, plan->sequence->length()))
+      ready.push_back(*plan);
   plans = std::move(ready);
 }
 
