@@ -137,7 +137,7 @@ test: kernel
 	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: kernel
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow -n 2 --dist worksteal
 
 build/serve-env/stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear build/serve-env
