@@ -172,7 +172,7 @@ typedef struct {
   int64_t accepted;       /* draft tokens that became output */
   double prefill_seconds;
   double round_seconds;   /* total time of its rounds, including other requests in them, but not
-                             the reading of their prompts */
+                             the target's reading of prompts */
   double draft_seconds;   /* part of round_seconds spent in the draft model */
   double target_seconds;  /* part spent in the target; the rest is sampling and host code */
 } outrider_stats;

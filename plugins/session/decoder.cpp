@@ -43,6 +43,17 @@ void mark_broken(Sequence& sequence, const Failure& failure) {
   sequence.finish = OUTRIDER_BROKEN;
 }
 
+// Runs `work`, whose failure ends only this sequence. Returns whether it succeeded.
+template <class Work> bool run_for(Sequence& sequence, const Work& work) {
+  try {
+    work();
+    return true;
+  } catch (const Failure& failure) {
+    mark_broken(sequence, failure);
+    return false;
+  }
+}
+
 Bundle read_bundle(const outrider_config& config) {
   refuse_if(
       config.abi_version != OUTRIDER_ABI_VERSION,
@@ -170,7 +181,7 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   const uint64_t request = begin(prompt, length, options);
   Sequence& made = sequence(request);
   try {
-    while (made.reading) read_prompt(made);
+    while (made.reading()) read_prompt(made);
   } catch (const BrokenLogits&) {
     made.finish = OUTRIDER_BROKEN;
     release(request);
@@ -232,14 +243,13 @@ void Decoder::read_prompt(Sequence& sequence) {
   sampler_->begin({{&sequence, 0, {}, sequence.request.options.seed, false}});
   const outrider_verdict verdict = sampler_->verify(row, {}, sequence.slot)[0];
   commit_output(sequence, {}, verdict, row, 0);
-  sequence.reading = false;
 }
 
 // The next request whose prompt is being read: the one that has waited longest since its last turn.
 Sequence* Decoder::next_reader() {
   Sequence* found = nullptr;
   for (const auto& [number, sequence] : sequences_)
-    if (sequence->reading && sequence->finish == OUTRIDER_RUNNING &&
+    if (sequence->reading() && sequence->finish == OUTRIDER_RUNNING &&
         (found == nullptr || sequence->turn < found->turn))
       found = sequence.get();
   if (found != nullptr) found->turn = ++turns_;
@@ -251,13 +261,7 @@ Sequence* Decoder::next_reader() {
 // their plans are removed.
 void Decoder::catch_up(std::vector<Plan>& plans) {
   const auto read = [this](Sequence& sequence, int64_t most) {
-    try {
-      proposer_->catch_up(sequence, most);
-      return true;
-    } catch (const Failure& failure) {
-      mark_broken(sequence, failure);
-      return false;
-    }
+    return run_for(sequence, [&] { proposer_->catch_up(sequence, most); });
   };
   const auto far = std::stable_partition(plans.begin(), plans.end(), [this](const Plan& plan) {
     return !plan.uses_draft_model() || plan.sequence->missing_draft_rows() <= draft_->chunk;
@@ -280,17 +284,11 @@ void Decoder::round() {
   drop_cancelled();
   std::vector<Plan> plans;
   for (const auto& [number, sequence] : sequences_)
-    if (sequence->finish == OUTRIDER_RUNNING && !sequence->reading)
+    if (sequence->finish == OUTRIDER_RUNNING && !sequence->reading())
       plans.push_back({sequence.get(),
                        std::min<int64_t>(sequence->request.options.gamma, max_drafts(*sequence)),
                        {}});
-  if (Sequence* const reader = next_reader()) {
-    try {
-      read_prompt(*reader);
-    } catch (const Failure& failure) {
-      mark_broken(*reader, failure);
-    }
-  }
+  if (Sequence* const reader = next_reader()) run_for(*reader, [&] { read_prompt(*reader); });
   const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
   catch_up(plans);
   if (plans.empty()) return;
@@ -352,7 +350,7 @@ void Decoder::commit_output(Sequence& sequence, const Tokens& drafts,
                             int32_t row_of) {
   const Request& request = sequence.request;
   const auto gamma = static_cast<int64_t>(drafts.size());
-  const bool first = sequence.stats.output_tokens == 0;
+  const bool first = sequence.reading();
   Tokens ids(drafts.begin(), drafts.begin() + verdict.accepted);
   ids.push_back(verdict.token);
   std::deque<Token> emitted;

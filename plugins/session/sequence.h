@@ -50,7 +50,6 @@ struct Sequence {
   Tokens tokens; // prompt and output so far
   int64_t target_len = 0, draft_len = 0; // committed rows
   int32_t finish = OUTRIDER_RUNNING;
-  bool reading = true;              // the prompt, of which the target has computed target_len rows
   uint64_t turn = 0;                // when it last read a chunk, or began
   bool cancelled = false;           // set by any thread, read before the next round
   std::unique_ptr<Failure> failure; // why it was broken off
@@ -59,6 +58,9 @@ struct Sequence {
   outrider_stats stats{};
 
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+
+  // Whether the target still reads the prompt: the last chunk gives the first token.
+  bool reading() const { return stats.output_tokens == 0; }
 
   // Number of tokens that the draft model has to read before it drafts: the prompt, or tokens of
   // rounds without it. Its first step takes the last two.
