@@ -47,11 +47,15 @@ def copy_prompt(target: Engine, slots: SlotTable, sequence: ActiveSequence) -> i
     """Copy rows of the sequence's prompt, which another slot may even be computing, if slots can be
     copied. The last two tokens are left to compute, see `SlotTable.acquire`. Returns how many rows
     the slot holds."""
-    slot = sequence.slot
+    slot, stats = sequence.slot, sequence.stats
+    # A chunk that was interrupted may have overwritten the rows that this one would start from.
+    held = target.cached_rows.resume_position(slot.index, slot.target_len)
+    stats.reused_tokens = min(stats.reused_tokens, held)
+    slot.target_len = held
     if slots.copies:
-        held, source = slot.target_len, sequence.request.source
+        source = sequence.request.source
         slot.target_len = copy_prefix(target, slot.index, slot.tokens[:-2], held, source)
-        sequence.stats.reused_tokens += slot.target_len - held
+        stats.reused_tokens += slot.target_len - held
     return slot.target_len
 
 

@@ -6,6 +6,7 @@ This module is independent of tokenizers, files and backends: it takes an object
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -56,6 +57,7 @@ class Decoder:
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.context = context
         self._gammas: dict[str, SharedGamma] = {}
+        self._turns = itertools.count()
 
     # Joining and leaving
 
@@ -70,41 +72,33 @@ class Decoder:
         )  # fmt: skip
 
     def admit(self, request: Request) -> ActiveSequence:
-        """Take a slot, prefill the target, and emit the first token, drawn from p alone."""
-        sequence = self.take_slot(request)
+        """`begin`, and let the target read the whole prompt at once. Raises what ends the
+        sequence."""
+        sequence = self.begin(request)
         try:
-            while not self.prefill(sequence):
-                pass
+            while sequence.is_reading:
+                self._read_prompt(sequence)
+            if sequence.error is not None:
+                raise sequence.error
         except BaseException:
             self.release(sequence)
             raise
         return sequence
 
-    def take_slot(self, request: Request) -> ActiveSequence:
-        """The first part of `admit`: a slot with the prompt's tokens, which `prefill` computes."""
+    def begin(self, request: Request) -> ActiveSequence:
+        """Take a slot. The target reads the prompt in the sequence's first rounds, the last of
+        which emits the first token, drawn from p alone. Raises what `check` raises, and "busy"."""
         self.check(request)
         known = request.prompt[:1] if request.second_token_candidates else request.prompt
         slot = self.slots.acquire(known, request.source)
         try:
-            sequence = ActiveSequence(request, slot)
+            sequence = ActiveSequence(request, slot, next(self._turns))
             slot.tokens.extend(request.prompt)
             sequence.stats.reused_tokens = slot.target_len
         except BaseException:  # an interrupt
             self.slots.release(slot)
             raise
         return sequence
-
-    def prefill(self, sequence: ActiveSequence) -> bool:
-        """Prefill one more chunk of the prompt; with the last one, emit the first token and return
-        True. Rounds of other sequences may run in between."""
-        if self.rounds.prefill_chunk(sequence):
-            return False
-        self._commit(sequence, self.rounds.start(sequence))
-        if sequence.error is not None:
-            raise sequence.error
-        stats = sequence.stats
-        stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
-        return True
 
     def release(self, sequence: ActiveSequence) -> None:
         """Free the slot. Its rows stay, for a later text that begins the same way."""
@@ -123,24 +117,50 @@ class Decoder:
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> None:
-        """Run one round for all given unfinished sequences, which extends their `output`. Some may
-        have to wait: see `_read_ahead`.
+        """Run one round for all given unfinished sequences, which extends their `output`. Those
+        whose prompt a model has yet to read may have to wait: see `_read_prompts`, `_read_ahead`.
 
-        A sequence whose logits are broken ends with `finish_reason` "error" and its `error`, and
-        must be released. The others are not affected.
+        A sequence whose prompt cannot be read, or whose logits are broken, ends with
+        `finish_reason` "error" and its `error`, and must be released. The others are not affected.
         """
+        batch = list(batch)
+        running = [sequence for sequence in batch if not sequence.is_reading]
+        self._read_prompts([sequence for sequence in batch if sequence.is_reading])
         begin = time.perf_counter()
-        waiting = self._read_ahead(batch)
+        waiting = self._read_ahead(running)
         read_at = time.perf_counter()
-        ready = [sequence for sequence in batch if sequence not in waiting]
+        ready = [sequence for sequence in running if sequence not in waiting]
         if ready:
             self._run(ready)
         end = time.perf_counter()
         # Those that wait take no part in what `_run` measures; the others waited for the chunk.
-        for sequence in batch if waiting else ():
+        for sequence in running if waiting else ():
             seconds = (end if sequence in waiting else read_at) - begin
             sequence.stats.time_draft_prefill += seconds
             sequence.stats.elapsed += seconds
+
+    def _read_prompts(self, reading: Collection[ActiveSequence]) -> None:
+        """Let the target read prompts in turns: a chunk of one, or several that are together no
+        longer than a chunk. The rounds of other sequences wait for no more than that. An encoder's
+        source counts as a chunk."""
+        left = chunk = self.target.chunk
+        for sequence in sorted(reading, key=lambda sequence: sequence.turn):
+            unread = len(sequence.slot.tokens) - sequence.slot.target_len
+            unread += chunk if sequence.request.source else 0
+            if unread > left < chunk:
+                break
+            left -= unread
+            self._read_prompt(sequence)
+            sequence.turn = next(self._turns)
+
+    def _read_prompt(self, sequence: ActiveSequence) -> None:
+        """Let the target read the next chunk of the prompt; with the last one, emit a token."""
+        with sequence.ended_by_errors():
+            part = self.rounds.read_prompt(sequence)
+            if part is not None:
+                self._commit(sequence, part)
+                stats = sequence.stats
+                stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
 
     def _read_ahead(self, batch: Collection[ActiveSequence]) -> list[ActiveSequence]:
         """Let the draft model read one chunk of the oldest of the sequences of which it lacks more.
@@ -155,8 +175,12 @@ class Decoder:
             and sequence.request.policy is None
             and self._reads_model(self._plan(sequence))
         ]
-        oldest = min(far, key=lambda sequence: sequence.started, default=None)
-        return far if oldest and self.rounds.read_ahead(oldest) else []
+        if not far:
+            return []
+        oldest, waits = min(far, key=lambda sequence: sequence.started), True
+        with oldest.ended_by_errors():
+            waits = self.rounds.read_ahead(oldest)
+        return far if waits else []
 
     def _run(self, batch: Collection[ActiveSequence]) -> None:
         begin = time.perf_counter()
@@ -167,11 +191,7 @@ class Decoder:
         result = self.rounds.run(plans)
         ran_at = time.perf_counter()
         for sequence, part in zip(batch, result.parts, strict=True):
-            try:
-                self._commit(sequence, part)
-            except BaseException:  # an interrupt, perhaps in a thread that owns another text
-                self._fail_if_incomplete(sequence)
-                raise
+            self._commit(sequence, part)
         end = time.perf_counter()
         self._record_costs(result, plans, unread, end - planned_at)
         for sequence in batch:
@@ -253,8 +273,15 @@ class Decoder:
     def _commit(self, sequence: ActiveSequence, part: SlotResult) -> None:
         """Commit the tokens of a round that become text."""
         if part.error is not None:
-            sequence.error, sequence.finish_reason = part.error, "error"
+            sequence.fail(part.error)
             return
+        try:
+            self._add_tokens(sequence, part)
+        except BaseException:  # an interrupt, perhaps in a thread that owns another text
+            self._fail_if_incomplete(sequence)
+            raise
+
+    def _add_tokens(self, sequence: ActiveSequence, part: SlotResult) -> None:
         drafts, verdict = part.drafts, part.verdict
         gamma = len(drafts)
         ids = [*drafts[: verdict.accepted], verdict.token]
@@ -287,9 +314,8 @@ class Decoder:
     def _fail_if_incomplete(sequence: ActiveSequence) -> None:
         """Fail a sequence to which a round was only partly added."""
         if len(sequence.slot.tokens) != len(sequence.request.prompt) + len(sequence.output):
-            sequence.finish_reason = "error"
             cause = "an interrupt came while the tokens of a round were added to the text"
-            sequence.error = OutriderError("busy", cause, "Repeat the request")
+            sequence.fail(OutriderError("busy", cause, "Repeat the request"))
 
     def _finish_reason(self, sequence: ActiveSequence, token: int) -> str | None:
         request = sequence.request

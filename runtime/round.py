@@ -92,28 +92,18 @@ class HostRounds(Rounds):
     def kinds(self) -> frozenset[str]:
         return self.proposer.kinds
 
-    def prefill_chunk(self, sequence: ActiveSequence) -> bool:
-        if sequence.request.source:  # it is encoded first
-            return False
-        slot, held = sequence.slot, copy_prompt(self.target, self.slots, sequence)
-        end = held + self.target.chunk
-        if end >= len(slot.tokens):
-            return False
-        self._clock.lap()
-        prefill(self._target, slot.index, slot.tokens[:end], held)
-        slot.target_len = end
-        sequence.stats.time_prefill += self._clock.lap()["verify"]
-        return True
-
-    def start(self, sequence: ActiveSequence) -> SlotResult:
+    def read_prompt(self, sequence: ActiveSequence) -> SlotResult | None:
         slot = sequence.slot
         self._clock.lap()
         sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
-        if sequence.request.source:  # otherwise `prefill_chunk` has copied
-            copy_prompt(self.target, self.slots, sequence)
-        rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
+        held = copy_prompt(self.target, self.slots, sequence)
+        end = min(held + self.target.chunk, len(slot.tokens))
+        rows = prefill(self._target, slot.index, slot.tokens[:end], held)[None, None]
         sequence.stats.time_prefill += self._clock.lap()["verify"]
+        if end < len(slot.tokens):
+            slot.target_len = end
+            return None
         self.sampler.begin([slot_sampling(sequence, 0)])
         try:
             (verdict,) = self.sampler.verify(rows, first_slot=slot.index)

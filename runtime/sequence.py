@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,17 +72,34 @@ class Token:
 class ActiveSequence:
     """A request in its slot.
 
-    finish_reason: None until the text ends; "error" if `error` ended it.
+    finish_reason: None until the text ends; "error" if `error` ended it. turn: those whose prompt
+    is being read have their turns in this order.
     """
 
-    def __init__(self, request: Request, slot: Slot):
-        self.request, self.slot = request, slot
+    def __init__(self, request: Request, slot: Slot, turn: int = 0):
+        self.request, self.slot, self.turn = request, slot, turn
         self.output: list[Token] = []
         self.finish_reason: str | None = None
         self.error: OutriderError | None = None
         read = source_ids(request.source)
         self.stats = Stats(prompt_tokens=len(request.prompt), source_tokens=len(read))
         self.started = time.perf_counter()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the target still reads the prompt: the last chunk gives the first token."""
+        return not self.output and self.finish_reason is None
+
+    def fail(self, error: OutriderError) -> None:
+        self.error, self.finish_reason = error, "error"
+
+    @contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """Errors within end this sequence, and are not raised."""
+        try:
+            yield
+        except OutriderError as error:
+            self.fail(error)
 
     @property
     def copyable_tokens(self) -> Sequence[int]:
@@ -155,13 +173,10 @@ class Rounds(Protocol):
     @abstractmethod
     def kinds(self) -> frozenset[str]: ...
 
-    def prefill_chunk(self, sequence: ActiveSequence) -> bool:
-        """Prefill the next chunk of the prompt, unless it is the last; returns whether it did."""
-        return False
-
     @abstractmethod
-    def start(self, sequence: ActiveSequence) -> SlotResult:
-        """Prefill the target with what it lacks of the prompt, and draw the first token."""
+    def read_prompt(self, sequence: ActiveSequence) -> SlotResult | None:
+        """Let the target read the next chunk of the prompt, or all of it. Returns None, or after
+        its end the first token."""
 
     def read_ahead(self, sequence: ActiveSequence) -> bool:
         """Let the draft model read one chunk of a text of which it lacks more; returns whether it

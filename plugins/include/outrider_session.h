@@ -203,12 +203,12 @@ OUTRIDER_API int32_t outrider_begin(outrider_session* session, const int64_t* pr
                                     int64_t length, const outrider_options* options,
                                     uint64_t* request, outrider_failure* failure);
 
-/* Read at most one chunk (256 tokens) of a prompt that is being read; then run one round for all
- * requests that have their first token and have not ended. A request gets no token in a round in
- * which its prompt is read, or in which the draft model lacks more than a chunk of its text: the
- * draft then reads one chunk of the oldest such text. NaN or infinity in the logits of one request,
- * or text that a model cannot read, ends only that request; the status reports failures of the whole
- * round. */
+/* Read prompts that are being read, in turns: a chunk (256 tokens) of one, or several that are
+ * together no longer. Then run one round for all requests that have their first token and have not
+ * ended. A request gets at most its first token in a round in which its prompt is read, and none in
+ * one in which the draft model lacks more than a chunk of its text: the draft then reads one chunk
+ * of the oldest such text. NaN or infinity in the logits of one request, or text that a model cannot
+ * read, ends only that request; the status reports failures of the whole round. */
 OUTRIDER_API int32_t outrider_round(outrider_session* session, outrider_failure* failure);
 
 /* Take the next output tokens: at most `capacity` into `tokens`, their number into `count`. finish:

@@ -245,15 +245,23 @@ void Decoder::read_prompt(Sequence& sequence) {
   commit_output(sequence, {}, verdict, row, 0);
 }
 
-// The next request whose prompt is being read: the one that has waited longest since its last turn.
-Sequence* Decoder::next_reader() {
-  Sequence* found = nullptr;
+// Let the target read prompts in turns: a chunk of one, or several that are together no longer than
+// a chunk. The rounds of other requests wait for no more than that. One that cannot be read ends.
+void Decoder::read_prompts() {
+  std::vector<Sequence*> readers;
   for (const auto& [number, sequence] : sequences_)
-    if (sequence->reading() && sequence->finish == OUTRIDER_RUNNING &&
-        (found == nullptr || sequence->turn < found->turn))
-      found = sequence.get();
-  if (found != nullptr) found->turn = ++turns_;
-  return found;
+    if (sequence->reading() && sequence->finish == OUTRIDER_RUNNING)
+      readers.push_back(sequence.get());
+  std::sort(readers.begin(), readers.end(),
+            [](const Sequence* a, const Sequence* b) { return a->turn < b->turn; });
+  int64_t left = target_->chunk;
+  for (Sequence* const reader : readers) {
+    const int64_t unread = reader->length() - reader->target_len;
+    if (unread > left && left < target_->chunk) break;
+    left -= unread;
+    run_for(*reader, [&] { read_prompt(*reader); });
+    reader->turn = ++turns_;
+  }
 }
 
 // Let the draft model read what it lacks of the sequences; where that is more than a chunk, only a
@@ -288,7 +296,7 @@ void Decoder::round() {
       plans.push_back({sequence.get(),
                        std::min<int64_t>(sequence->request.options.gamma, max_drafts(*sequence)),
                        {}});
-  if (Sequence* const reader = next_reader()) run_for(*reader, [&] { read_prompt(*reader); });
+  read_prompts();
   const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
   catch_up(plans);
   if (plans.empty()) return;

@@ -40,7 +40,7 @@ private:
   int64_t reusable_rows(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
   void read_prompt(Sequence& sequence);
-  Sequence* next_reader();
+  void read_prompts();
   void catch_up(std::vector<Plan>& plans);
   void speculate(std::vector<Plan>& plans);
   void commit_output(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,

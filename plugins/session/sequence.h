@@ -50,7 +50,7 @@ struct Sequence {
   Tokens tokens; // prompt and output so far
   int64_t target_len = 0, draft_len = 0; // committed rows
   int32_t finish = OUTRIDER_RUNNING;
-  uint64_t turn = 0;                // when it last read a chunk, or began
+  uint64_t turn = 0;                // those that read have their turns in this order
   bool cancelled = false;           // set by any thread, read before the next round
   std::unique_ptr<Failure> failure; // why it was broken off
   std::deque<Token> new_tokens;     // not taken yet

@@ -74,7 +74,7 @@ class DeviceRounds(Programs):
 
     # Rounds
 
-    def start(self, sequence: ActiveSequence) -> SlotResult:
+    def read_prompt(self, sequence: ActiveSequence) -> SlotResult:
         begin = time.perf_counter()
         self._device.make_current()
         index = sequence.slot.index

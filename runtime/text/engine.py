@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +27,7 @@ from .options import Options, Prompt, unknown_option
 from .requests import make_request
 from .results import Result
 from .shared_rounds import RoundSharer
-from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, Cancelled, SlotQueue
+from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
 from .speech import Transcription, WindowCallback, transcribe
 from .stream import Batch, Stream
 from .tokenizer import Tokenizer
@@ -177,38 +176,19 @@ class TextEngine:
         Raises what `generate` raises."""
         return make_request(self, prompt, options)[0]
 
-    def admit(self, caller: Caller, request: Request) -> ActiveSequence:
-        """Wait for a slot and start the request in it. Raises "busy", and what `Decoder.admit`
-        raises."""
-        self.slot_queue.acquire(caller)
-        try:
-            return self.enter(caller, request)
-        except BaseException:
-            self.slot_queue.release(caller)
-            raise
-
-    def enter(self, caller: Caller, request: Request) -> ActiveSequence:
-        """Start the request in a slot that the caller has already taken. Other threads may run a
-        round after each chunk of its prompt. Raises `Cancelled` if the caller is cancelled."""
+    def begin(self, request: Request) -> ActiveSequence:
+        """Begin the request in a slot that the caller has taken from `slot_queue`. Raises what
+        `Decoder.begin` raises."""
         sequence: ActiveSequence | None = None
         try:
             with self._decoder_lock:
                 self._release()
-                sequence = self.decoder.take_slot(request)
-            while not self._round_sharer.chunk(partial(self._prefill, sequence)):
-                if caller.cancelled:
-                    raise Cancelled
+                sequence = self.decoder.begin(request)
         except BaseException:
-            if sequence is not None:
+            if sequence is not None:  # an interrupt
                 self.dropped.append(sequence)
-                with self._decoder_lock:
-                    self._release()
             raise
         return sequence
-
-    def _prefill(self, sequence: ActiveSequence) -> bool:
-        with self._decoder_lock:
-            return self.decoder.prefill(sequence)
 
     def round(self, sequences: Collection[ActiveSequence]) -> None:
         """Run one round of these sequences, together with those that other threads are waiting to
@@ -222,8 +202,8 @@ class TextEngine:
                 self.decoder.round(batch)
 
     def refuse_reentry(self) -> None:
-        """Raise "option" in code that a round or a chunk of this thread called, or that interrupts
-        its wait for one: it would wait for itself."""
+        """Raise "option" in code that a round of this thread called, or that interrupts its wait
+        for one: it would wait for itself."""
         is_held = self._decoder_lock._is_owned()  # type: ignore[attr-defined]
         if is_held or self._round_sharer.is_used_by(threading.get_ident()):
             raise OutriderError(

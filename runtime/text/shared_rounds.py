@@ -1,5 +1,4 @@
-"""Rounds shared by threads: a request for a round made while another one runs joins the next. And
-their turns: rounds alternate with the chunks of prompts."""
+"""Rounds shared by threads: a request for a round made while another one runs joins the next."""
 
 from __future__ import annotations
 
@@ -38,9 +37,6 @@ class RoundSharer:
         self._waiting: list[_RoundRequest] = []
         self._runner: _RoundRequest | None = None  # whose thread runs the round of `_joined`
         self._joined: list[_RoundRequest] = []
-        self._reader: int | None = None  # the thread that prefills a chunk of a prompt
-        self._waiting_readers: list[int] = []
-        self._round_is_next = False
         self._last_participants: set[ActiveSequence] = set()  # those that are unfinished
         self._last_seconds = 0.0  # duration of the last round
 
@@ -58,23 +54,9 @@ class RoundSharer:
         if request.error is not None:
             raise request.error
 
-    def chunk(self, prefill: Callable[[], bool]) -> bool:
-        """Prefill a chunk of a prompt. Chunks and rounds alternate while threads wait for both, and
-        prompts take turns: with a lock alone, the one that releases it usually gets it again."""
-        thread = threading.get_ident()
-        try:
-            self._wait_for_turn(thread)
-            result = prefill()
-            self._end_turn(thread)
-        except BaseException:  # as in `round`
-            self._end_turn(thread)
-            raise
-        return result
-
     def is_used_by(self, thread: int) -> bool:
-        """Whether this thread runs a round or a chunk, or waits for one."""
-        rounds = [request.thread for request in (*self._waiting, *self._joined)]
-        return thread in (*rounds, *self._waiting_readers, self._reader)
+        """Whether this thread runs a round, or waits for one."""
+        return thread in [request.thread for request in (*self._waiting, *self._joined)]
 
     def forget(self, sequence: ActiveSequence) -> None:
         """Stop waiting for a sequence that has left."""
@@ -88,11 +70,7 @@ class RoundSharer:
         with self._lock:
             self._waiting.append(request)
             self._changed.notify_all()
-            while not request.done and (
-                self._runner is not None
-                or self._reader is not None
-                or (self._waiting_readers and not self._round_is_next)
-            ):
+            while not request.done and self._runner is not None:
                 self._changed.wait()
             if request.done:
                 return False
@@ -100,26 +78,6 @@ class RoundSharer:
             self._wait_for_last_participants()
             self._joined, self._waiting = self._waiting, []
             return True
-
-    def _wait_for_turn(self, thread: int) -> None:
-        with self._lock:
-            self._waiting_readers.append(thread)
-            while (
-                self._runner is not None
-                or self._reader is not None
-                or self._waiting_readers[0] != thread
-                or (self._waiting and self._round_is_next)
-            ):
-                self._changed.wait()
-            self._reader, self._round_is_next = thread, True
-            self._waiting_readers.remove(thread)
-
-    def _end_turn(self, thread: int) -> None:
-        with self._lock:
-            if self._reader == thread:
-                self._reader = None
-            self._waiting_readers = [x for x in self._waiting_readers if x != thread]
-            self._changed.notify_all()
 
     def _wait_for_last_participants(self) -> None:
         """Wait for the sequences of the last round."""
@@ -147,7 +105,7 @@ class RoundSharer:
                 request.error, request.done = error, True
             self._last_participants = {x for x in participants if x.finish_reason is None}
             self._last_seconds = time.perf_counter() - begin
-            self._runner, self._joined, self._round_is_next = None, [], False
+            self._runner, self._joined = None, []
             self._changed.notify_all()
 
     def _withdraw(self, request: _RoundRequest) -> None:

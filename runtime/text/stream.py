@@ -116,16 +116,15 @@ class Stream(RunningRequests[Event]):
         return self._transcript.text
 
     def _advance(self) -> Event:
-        if self._sequences:
-            [sequence] = self._sequences
-            known = len(sequence.output)
-            while len(sequence.output) == known and sequence.finish_reason is None:
-                if self._caller.cancelled:  # while the draft read the prompt
-                    raise Cancelled
-                self._engine.round(self._sequences)
-        else:
-            sequence = self._engine.admit(self._caller, self._request)
-            self._sequences[sequence] = (0, self._transcript)
+        if not self._sequences:
+            self._engine.slot_queue.acquire(self._caller)
+            self._sequences[self._engine.begin(self._request)] = (0, self._transcript)
+        [sequence] = self._sequences
+        known = len(sequence.output)
+        while len(sequence.output) == known and sequence.finish_reason is None:
+            if self._caller.cancelled:  # while the prompt was read
+                raise Cancelled
+            self._engine.round(self._sequences)
         if sequence.error is not None:
             raise sequence.error
         event = self._transcript.event(sequence)
@@ -181,9 +180,7 @@ class Batch(RunningRequests[tuple[int, Result]]):
             try:
                 request, transcript = make_request(self._engine, prompt, options)
                 # One statement, so that an interrupt loses no slot.
-                self._sequences[sequence := self._engine.enter(self._caller, request)] = (
-                    number, transcript,
-                )  # fmt: skip
+                self._sequences[sequence := self._engine.begin(request)] = (number, transcript)
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:
                     raise
@@ -193,12 +190,13 @@ class Batch(RunningRequests[tuple[int, Result]]):
         finally:
             if sequence is None:
                 self._engine.slot_queue.release(self._caller)
-        self._collect_result(sequence)
 
     def _collect_result(self, sequence: ActiveSequence) -> None:
         number, transcript = self._sequences[sequence]
-        if sequence.error is not None:
-            result = transcript.result(sequence, "error", sequence.error)
+        if (error := sequence.error) is not None:
+            if error.kind not in (*PER_REQUEST_KINDS, "busy"):  # "busy" after an interrupt
+                raise error
+            result = transcript.result(sequence, "error", error)
         elif (finished := transcript.event(sequence).result) is not None:
             result = finished
             self._engine.count(result)

@@ -334,14 +334,15 @@ def test_progress_on_a_terminal(cli):
 
 
 def test_a_line_that_fails_is_named_and_the_others_are_printed(cli, monkeypatch):
-    failing = cli.engine.enter
+    rounds = cli.engine.decoder.rounds
+    read = rounds.read_prompt
 
-    def enter(caller, request):
-        if len(request.prompt) == 3:
+    def failing(sequence):
+        if len(sequence.request.prompt) == 3:
             raise OutriderError("numeric", "NaN in the logits", "Build it again.")
-        return failing(caller, request)
+        return read(sequence)
 
-    monkeypatch.setattr(cli.engine, "enter", enter)
+    monkeypatch.setattr(rounds, "read_prompt", failing)
     stdin = '{"prompt": "a"}\n{"prompt": "abc"}\n{"prompt": "b"}\n'
     status, out, err = cli("--batch", "-", "--stats", "none", stdin=stdin)
     assert status == EXIT_STATUS["numeric"]

@@ -67,17 +67,12 @@ def check_concurrent(
     for seed in seeds:
         rng = np.random.default_rng(seed)
         used, texts = decoder(slots), [STORY]
-        reading: list[ActiveSequence] = []
         active: list[ActiveSequence] = []
         for _ in range(60):
             if used.slots.free and rng.random() < 0.5:
                 draft = ("model", "chain")[len(texts) % 2] if chains else "model"
-                reading.append(used.take_slot(a_request(rng, texts, params, draft)))
-                reused += reading[-1].stats.reused_tokens
-            for sequence in [x for x in reading if rng.random() < 0.7]:
-                if used.prefill(sequence):
-                    reading.remove(sequence)
-                    active.append(sequence)
+                active.append(used.begin(a_request(rng, texts, params, draft)))
+                reused += active[-1].stats.reused_tokens
             batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
             if batch:
                 used.round(batch)
@@ -90,7 +85,7 @@ def check_concurrent(
                     ended += sequence.finish_reason == "eos"
                     used.release(sequence)
                     active.remove(sequence)
-        assert used.slots.free == slots - len(active) - len(reading)
+        assert used.slots.free == slots - len(active)
     return reused, ended
 
 
@@ -214,10 +209,9 @@ def test_a_prompt_of_several_slots_is_computed_once() -> None:
     prompt = STORY + STORY[5:]
 
     def computed(used: Decoder) -> list[int]:
-        reading = [used.take_slot(Request(prompt, gamma=2, max_new_tokens=9)) for _ in range(3)]
-        active = list(reading)
-        while reading:
-            reading = [sequence for sequence in reading if not used.prefill(sequence)]
+        active = [used.begin(Request(prompt, gamma=2, max_new_tokens=9)) for _ in range(3)]
+        while reading := [sequence for sequence in active if sequence.is_reading]:
+            used.round(reading)
         counts = [sum(call.width for call in used.target.calls)]
         finish(used, *active)
         for sequence in active:
@@ -231,6 +225,42 @@ def test_a_prompt_of_several_slots_is_computed_once() -> None:
     control = decoder(3)
     control.slots.copies = False
     assert computed(control) == [3 * 75, 3 * 74]
+
+
+def test_prompts_are_read_in_turns() -> None:
+    """A chunk (16 tokens) in each round: of a long one, or of several short ones. Fault: other
+    texts wait for the whole prompt, or a short prompt for all chunks of a long one."""
+    used = decoder(6)
+    other = used.admit(Request([5], gamma=0))
+    active = [used.begin(Request(STORY[:-1] * 2, gamma=0))]  # 5 chunks
+    later, reading, counts = [16, 8, 8, 1], list[list[int]](), list[int]()
+    while not reading or reading[-1]:
+        used.round([other, *active])
+        counts.append(len(other.output))
+        reading.append([number for number, each in enumerate(active) if each.is_reading])
+        if later:
+            active.append(used.begin(Request([5] * later.pop(0), gamma=0)))
+    assert reading == [[0], [0, 1], [0, 2], [0, 2, 3], [0, 4], [0, 4], []]
+    assert counts == [*range(2, 9)]
+
+
+def test_a_prompt_that_cannot_be_read_ends_only_its_own_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the target or the draft. Fault: the error was raised to the callers of all texts."""
+    for by in ("read_prompt", "read_ahead"):
+        used = decoder(2)
+        other, lost = used.admit(Request([5])), used.begin(Request(STORY))
+        while by == "read_ahead" and lost.is_reading:
+            used.round([lost])
+
+        def failing(sequence: ActiveSequence) -> None:
+            raise OutriderError("memory", "lost", "Find it.")
+
+        monkeypatch.setattr(used.rounds, by, failing)
+        used.round([other, lost])
+        assert lost.error is not None and lost.finish_reason == "error"
+        assert len(other.output) > 1 and other.finish_reason is None
 
 
 def test_other_texts_go_on_while_a_draft_reads_a_prompt() -> None:

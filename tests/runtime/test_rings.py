@@ -8,8 +8,7 @@ target often go unnoticed by luck.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -197,15 +196,6 @@ def a_request(dice: np.random.Generator, before: list[list[int]], max_gamma: int
     )  # fmt: skip
 
 
-@contextmanager
-def released_if_it_fails(decoder: Decoder, sequence: ActiveSequence) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        decoder.release(sequence)
-        raise
-
-
 def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counter[str]:
     """Generate `texts` sequences with rings of `rows` rows, and count the events."""
     dice, known, seen = np.random.default_rng(seed), Texts(), Counter[str]()
@@ -218,20 +208,16 @@ def play(seed: int, max_gamma: int, reach: int, rows: int, texts: int) -> Counte
         rounds, vocab_size=V, max_len=MAX_LEN, max_gamma=max_gamma,
         draft_max_len=MAX_LEN - 5 * (seed % 2),
     )  # fmt: skip
-    before, reading, active = [[0]], list[ActiveSequence](), list[ActiveSequence]()
+    before, active = [[0]], list[ActiveSequence]()
     while seen["texts"] < texts:
         try:
             while decoder.slots.free and dice.random() < 0.7:
-                reading.append(decoder.take_slot(a_request(dice, before, max_gamma)))
-                seen["reused"] += reading[-1].stats.reused_tokens > 0
-            for sequence in [x for x in reading if dice.random() < 0.7]:
-                reading.remove(sequence)
-                with released_if_it_fails(decoder, sequence):
-                    has_begun = decoder.prefill(sequence)
-                (active if has_begun else reading).append(sequence)
-                seen["chunks"] += not has_begun
+                active.append(decoder.begin(a_request(dice, before, max_gamma)))
+                seen["reused"] += active[-1].stats.reused_tokens > 0
             if batch := [x for x in active if x.finish_reason is None and dice.random() < 0.8]:
+                reading = [x for x in batch if x.is_reading]
                 decoder.round(batch)
+                seen["chunks"] += sum(x.is_reading for x in reading)
         except Interrupt:
             seen["interrupts"] += 1
         except OutriderError as error:

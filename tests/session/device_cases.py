@@ -116,6 +116,11 @@ def test_other_requests_advance_while_a_prompt_is_read(tmp_path: Path) -> None:
         session.round()
         assert session.take(request) == ([], "cancelled")
         session.release(request)
+        short = [session.admit([5, 6, number], "begin", **options) for number in (7, 8)]
+        session.round()
+        assert all(session.take(each)[0] for each in short), "one chunk holds several prompts"
+        for each in short:
+            session.release(each)
         # Fault: the prompt never has its turn while new requests keep coming.
         request, others = session.admit(LONG[::-1], "begin", **options), list[int]()
         for number in range(12):

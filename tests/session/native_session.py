@@ -277,10 +277,9 @@ def compare_runtimes(
     random: Random,
 ) -> int:
     """Run the requests in both runtimes, joining, advancing and leaving in step, half of them with
-    prompts that are read between rounds. Returns the number of tokens compared."""
+    prompts that rounds read. Returns the number of tokens compared."""
     decoder, waiting, compared = engine.decoder, list(jobs)[::-1], 0
     active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
-    reading = list[int]()  # whose prompts are being read, in the order of their turns
 
     def compare(number: int, expected: Sequence[Token]) -> None:
         nonlocal compared
@@ -299,32 +298,20 @@ def compare_runtimes(
             session.cancel(number)
             session.release(number)
             del active[number]
-            if number in reading:
-                reading.remove(number)
 
     while waiting or active:
         if waiting and decoder.slots.free and random.random() < 0.6:
             prompt, options = waiting.pop()
-            sequence = decoder.take_slot(engine.request(prompt, Options(**options)))
             stops, how = options.get("stop_token_ids", ()), random.choice(["admit", "begin"])
+            sequence = getattr(decoder, how)(engine.request(prompt, Options(**options)))
             number = session.admit(prompt, how, **{**options, "stop_token_ids": stops})
             active[number] = sequence, options
-            if how == "begin":
-                reading.append(number)
-            while how == "admit" and not decoder.prefill(sequence):
-                pass
             compare(number, sequence.output)
             continue
         if not active:
             continue
         before = {number: len(sequence.output) for number, (sequence, _) in active.items()}
-        begun = [sequence for number, (sequence, _) in active.items() if number not in reading]
-        if reading:
-            number = reading.pop(0)
-            if not decoder.prefill(active[number][0]):
-                reading.append(number)
-        if begun:
-            decoder.round(begun)
+        decoder.round([sequence for sequence, _ in active.values()])
         session.round()
         for number, length in before.items():
             compare(number, active[number][0].output[length:])

@@ -149,21 +149,6 @@ def test_an_interrupted_round_leaves_nothing_to_the_next(engine: TextEngine, at:
     assert seen == [[second]]
 
 
-def test_a_withdrawn_sequence_does_not_wait_again() -> None:
-    """Fault: after an interrupted round, no chunk of a prompt had its turn any more."""
-    shared = shared_rounds.RoundSharer()
-
-    def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
-        shared._joined.append(shared_rounds._RoundRequest([], withdrawn=True))
-        raise KeyboardInterrupt
-
-    assert shared.chunk(lambda: True)  # so that a round is next
-    with pytest.raises(KeyboardInterrupt):
-        shared.round([], run)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(shared.chunk, lambda: True).result(30)
-
-
 def test_an_interrupt_loses_no_tokens_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,10 +167,10 @@ def test_an_interrupt_loses_no_tokens_of_others(
             interrupted.append(threading.get_ident())
             raise KeyboardInterrupt
 
+    streams = [engine.stream(prompt, options) for prompt in prompts]
+    assert all(next(stream).tokens for stream in streams)  # each now has its slot
     monkeypatch.setattr(engine.decoder, "round", round)
     with ThreadPoolExecutor(2) as pool:
-        streams = [engine.stream(prompt, options) for prompt in prompts]
-        assert all(next(stream).tokens for stream in streams)  # each now has its slot
         readers = [pool.submit(list, stream) for stream in streams]
         failed = [isinstance(each.exception(30), KeyboardInterrupt) for each in readers]
     assert sorted(failed) == [False, True]
@@ -197,7 +182,7 @@ def test_an_interrupt_loses_no_tokens_of_others(
 @pytest.mark.parametrize(
     "at",
     [
-        "slot_queue._try_grant", "_round_sharer._wait_for_turn", "_round_sharer._end_turn",
+        "slot_queue._try_grant", "_round_sharer._join", "_round_sharer._run_round",
         "_round_sharer.forget", "decoder.release", "count",
     ],
 )  # fmt: skip
@@ -207,7 +192,7 @@ def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
     once = interrupted_once(engine, at, after=at != "decoder.release")
     with once, pytest.raises(KeyboardInterrupt):
         engine.generate("abc")
-    with ThreadPoolExecutor(1) as pool:  # a turn that is not over would stop it
+    with ThreadPoolExecutor(1) as pool:  # a round that is not over would stop it
         assert pool.submit(engine.generate, "abc").result(30).text == text
     assert engine.decoder.slots.free == engine.slot_queue.free == 1
 
@@ -329,98 +314,63 @@ def test_a_stream_that_waits_is_closed(tmp_path: Path) -> None:
     assert engine.slot_queue.free == 1
 
 
-@contextmanager
-def chunk_by_chunk(engine: TextEngine, after: Callable[[], Any]) -> Iterator[list[str]]:
-    """What runs, in order: chunks of prompts, but for the last, and rounds. after: called after
-    each chunk."""
-    order, rounds = list[str](), engine.decoder.rounds
-    prefill, run = rounds.prefill_chunk, rounds.run
-
-    def recorded_prefill(sequence: ActiveSequence) -> bool:
-        if did := prefill(sequence):
-            order.append("chunk")
-            after()
-        return did
-
-    def recorded_run(plans: Any) -> Any:
-        order.append("round")
-        return run(plans)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "prefill_chunk", recorded_prefill)
-        patch.setattr(rounds, "run", recorded_run)
-        yield order
-
-
-def test_a_long_prompt_and_other_texts_take_turns(engine: TextEngine, tmp_path: Path) -> None:
-    """Fault: other texts wait for the whole prompt, or the prompt waits for them: a thread that
-    releases a lock usually takes it again before one that waits for it."""
-    long, options = "abc" * 20, Options(max_new_tokens=200)  # 4 chunks of 16 tokens
-    alone = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 1.0))
-    expected = [alone.generate(text, options).token_ids for text in (long, "b")]
-    other, reading = engine.stream("b", options), threading.Event()
-    ids = [*next(other).token_ids]
-
-    def finish_other() -> list[int]:
-        assert reading.wait(30)
-        return [token for event in other for token in event.token_ids]
-
-    def wait_for_the_other() -> None:
-        reading.set()
-        while not engine._round_sharer._waiting and other.result is None:
-            threading.Event().wait(0.001)
-
-    with ThreadPoolExecutor(1) as pool, chunk_by_chunk(engine, wait_for_the_other) as order:
-        rest = pool.submit(finish_other)
-        assert engine.generate(long, options).token_ids == expected[0]
-        assert ids + rest.result(60) == expected[1]
-    assert order[:6] == ["chunk", "round"] * 3
-
-
-def test_a_long_prompt_and_a_short_one_take_turns() -> None:
-    """Fault: the short prompt waits for all chunks of the long one."""
-    shared, order = shared_rounds.RoundSharer(), list[str]()
-    with ThreadPoolExecutor(1) as pool:
-
-        def long() -> bool:
-            order.append("long")
-            if len(order) == 1:
-                pool.submit(shared.chunk, lambda: not order.append("short"))
-                while not shared._waiting_readers:
-                    threading.Event().wait(0.001)
-            return len(order) > 3
-
-        while not shared.chunk(long):
-            pass
-    assert order == ["long", "short", "long", "long"]
-
-
-def test_a_stream_is_closed_while_its_prompt_is_read(tmp_path: Path) -> None:
-    """Fault: a client that has gone holds the engine until its prompt is read."""
-    engine = make_text_engine(tmp_path, MODEL)
-    stream = engine.stream("abc" * 20)
-    with chunk_by_chunk(engine, lambda: engine.slot_queue.cancel(stream._caller)) as order:
-        assert list(stream) == []
-    assert order == ["chunk"]
-    assert engine.decoder.slots.free == engine.slot_queue.free == 1
-
-
-def test_a_stream_is_closed_while_its_draft_reads_the_prompt(engine: TextEngine) -> None:
-    """And without that: each of its events has tokens."""
-    options = Options(max_new_tokens=9)
+@pytest.mark.parametrize("by", ["read_prompt", "read_ahead"])
+def test_a_stream_is_closed_while_its_prompt_is_read(engine: TextEngine, by: str) -> None:
+    """By the target or the draft. Fault: a client that has gone holds the engine until then. And
+    without that: each event has tokens."""
+    options, rounds, reads = Options(max_new_tokens=9), engine.decoder.rounds, list[Any]()
     assert all(event.token_ids for event in engine.stream("abc" * 20, options))
-    stream, rounds = engine.stream("bca" * 20, options), engine.decoder.rounds
-    next(stream)
-    read_ahead, reads = rounds.read_ahead, list[bool]()
+    stream, read = engine.stream("bca" * 20, options), getattr(rounds, by)
+    if by == "read_ahead":
+        next(stream)
 
-    def recorded(sequence: ActiveSequence) -> bool:
-        reads.append(read_ahead(sequence))
+    def recorded(sequence: ActiveSequence) -> Any:
+        reads.append(read(sequence))
         engine.slot_queue.cancel(stream._caller)
         return reads[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "read_ahead", recorded)
-        assert list(stream) == [] and reads == [True]
+        patch.setattr(rounds, by, recorded)
+        assert list(stream) == [] and len(reads) == 1
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
+def test_the_texts_of_a_batch_go_on_while_it_reads_a_prompt(engine: TextEngine) -> None:
+    """Fault: they stood still until the whole prompt was read."""
+    prompts, round, lengths = ["b", "abc" * 20], engine.decoder.round, list[int]()  # 4 chunks of 16
+
+    def recorded(batch: Collection[ActiveSequence]) -> None:
+        round(batch)
+        if any(sequence.is_reading for sequence in batch):
+            lengths.append(sum(len(sequence.output) for sequence in batch))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.decoder, "round", recorded)
+        results = dict(engine.batch(prompts, max_new_tokens=40))
+    for number, prompt in enumerate(prompts):
+        alone = engine.generate(prompt, max_new_tokens=40)
+        assert results[number].token_ids == alone.token_ids
+    assert len(lengths) >= 3 and lengths == sorted({*lengths})
+
+
+@pytest.mark.parametrize("kind", ["backend", "option"])
+def test_an_engine_that_fails_ends_a_batch(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not a request that does. Fault: each of its prompts, of which there may be no end, got the
+    engine's error as its result."""
+    lost = OutriderError(kind, "lost", "Find it.")
+
+    def failing(sequence: ActiveSequence) -> None:
+        raise lost
+
+    monkeypatch.setattr(engine.decoder.rounds, "read_prompt", failing)
+    batch = engine.batch(["ab"] * 2)
+    if kind == "backend":
+        with pytest.raises(OutriderError, match="lost"):
+            next(batch)
+    else:
+        assert [result.error for _, result in batch] == [lost] * 2
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
@@ -585,21 +535,18 @@ def test_a_callback_cannot_use_its_engine(engine: TextEngine, call: str) -> None
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 
-@pytest.mark.parametrize("begun", [False, True])
 def test_what_interrupts_a_wait_cannot_use_the_engine(
-    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, begun: bool
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal handler, while its thread waits for another's chunk. Fault: chunks waited for the
-    round and rounds for the chunk that the handler kept from its turn."""
+    """A signal handler, while its thread waits for another's round. Fault: the handler runs a round
+    of the sequence that its thread has already asked for."""
     stream, shared = engine.stream("abc", max_new_tokens=9), engine._round_sharer
-    if begun:
-        next(stream)
 
     def interrupted() -> None:
-        shared._reader = None  # by now
+        shared._runner = None  # by now
         engine.generate("b" * 40, max_new_tokens=9)
 
-    monkeypatch.setattr(shared, "_reader", -1)
+    monkeypatch.setattr(shared, "_runner", shared_rounds._RoundRequest([]))
     monkeypatch.setattr(shared._changed, "wait", interrupted)
     with pytest.raises(OutriderError, match="a callback or signal handler"):
         list(stream)
