@@ -1,7 +1,6 @@
 #include "decoder.h"
 
 #include <math.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -9,7 +8,6 @@
 #include <future>
 #include <iterator>
 #include <numeric>
-#include <thread>
 
 #include "engines/device_engine.h"
 #include "engines/host_engine.h"
@@ -21,21 +19,6 @@ namespace {
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
-
-void check_memory(const Bundle& bundle, int32_t slots) {
-  const int32_t gamma = bundle.max_gamma;
-  double need = HostEngine::min_bytes(bundle.target, slots, gamma + 1, 1);
-  if (bundle.draft) need += HostEngine::min_bytes(*bundle.draft, slots, gamma + 1, gamma);
-  const double have =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  if (need > have)
-    fail(OUTRIDER_FAILED_MEMORY,
-         std::to_string(slots) + " slots need " + std::to_string(static_cast<int64_t>(need / 1048576)) +
-             " MiB, and this machine has " + std::to_string(static_cast<int64_t>(have / 1048576)),
-         "Use fewer slots");
 }
 
 void mark_broken(Sequence& sequence, const Failure& failure) {
@@ -52,40 +35,6 @@ template <class Work> bool run_for(Sequence& sequence, const Work& work) {
     mark_broken(sequence, failure);
     return false;
   }
-}
-
-Bundle read_bundle(const outrider_config& config) {
-  refuse_if(
-      config.abi_version != OUTRIDER_ABI_VERSION,
-      "the program was compiled for version " + std::to_string(config.abi_version) +
-          " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
-      "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
-  refuse_if(config.folder == nullptr || *config.folder == 0, "no folder is named",
-            "Set it to a bundle made by make engines");
-  const int max_threads = 4 * cores();
-  refuse_if(config.threads < 0 || config.threads > max_threads,
-            "threads=" + std::to_string(config.threads) + " is out of range",
-            "Use 0 (automatic) to " + std::to_string(max_threads));
-  refuse_if(config.slots < 0 || config.slots > 1 << 16,
-            "slots=" + std::to_string(config.slots) + " is out of range",
-            "Use 1 to 65536, or 0 for the bundle's");
-  refuse_if(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
-            "Use 1 or 2, or 0");
-  refuse_if(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
-                (config.corpus_length > 0 && config.corpus == nullptr),
-            "corpus_length is out of range", "Set it to the number of ids in corpus");
-  Bundle bundle = Bundle::read(config.folder);
-  for (int64_t i = 0; i < config.corpus_length; ++i)
-    refuse_if(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
-              "the corpus has the token id " + std::to_string(config.corpus[i]) +
-                  ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
-              "Tokenize it with the bundle's own tokenizer");
-  refuse_if(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU",
-            "Leave it at 0");
-  if (!bundle.on_gpu()) // a GPU engine checks its own memory
-    check_memory(bundle, config.slots > 0 ? config.slots : bundle.slots);
-  if (!config.unverified) bundle.verify(false);
-  return bundle;
 }
 
 } // namespace

@@ -3,15 +3,22 @@
 #ifndef OUTRIDER_SESSION_DECODER_H
 #define OUTRIDER_SESSION_DECODER_H
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "drafts.h"
 #include "engines/ort_model.h"
 
 namespace outrider {
+
+inline int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+
+// Validate a configuration, and read the bundle that it names, without opening it. Throws Failure.
+Bundle read_bundle(const outrider_config& config);
 
 // Validate a request as far as possible without a slot; returns a copy of the options with defaults
 // filled in. invariance_lost: of the bundle's Guarantees. Throws Failure.
