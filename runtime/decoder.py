@@ -74,10 +74,12 @@ class Decoder:
     def admit(self, request: Request) -> ActiveSequence:
         """`begin`, and let the target read the whole prompt at once. Raises what ends the
         sequence."""
-        sequence = self.begin(request)
+        begin, sequence = time.perf_counter(), self.begin(request)
         try:
             while sequence.is_reading:
+                self.rounds.prepare_prompt(sequence)
                 self._read_prompt(sequence)
+            sequence.stats.ttft = sequence.stats.elapsed = time.perf_counter() - begin
             if sequence.error is not None:
                 raise sequence.error
         except BaseException:
@@ -89,19 +91,25 @@ class Decoder:
         """Take a slot. The target reads the prompt in the sequence's first rounds, the last of
         which emits the first token, drawn from p alone. Raises what `check` raises, and "busy"."""
         self.check(request)
+        self._take_slot(sequence := ActiveSequence(request))
+        return sequence
+
+    def _take_slot(self, sequence: ActiveSequence) -> None:
+        request, turn = sequence.request, next(self._turns)
         known = request.prompt[:1] if request.second_token_candidates else request.prompt
         slot = self.slots.acquire(known, request.source)
         try:
-            sequence = ActiveSequence(request, slot, next(self._turns))
             slot.tokens.extend(request.prompt)
-            sequence.stats.reused_tokens = slot.target_len
+            sequence.stats.reused_tokens, sequence.turn = slot.target_len, turn
+            sequence.slot = slot
         except BaseException:  # an interrupt
             self.slots.release(slot)
             raise
-        return sequence
 
     def release(self, sequence: ActiveSequence) -> None:
         """Free the slot. Its rows stay, for a later text that begins the same way."""
+        if not sequence.has_slot:
+            return
         try:
             self.rounds.forget(sequence)
         finally:
@@ -119,14 +127,20 @@ class Decoder:
     def round(self, batch: Collection[ActiveSequence]) -> None:
         """Run one round for all given unfinished sequences, which extends their `output`. Those
         whose prompt a model has yet to read may have to wait: see `_read_prompts`, `_read_ahead`.
+        Those without a slot take one; `check` must have passed their requests.
 
         A sequence whose prompt cannot be read, or whose logits are broken, ends with
         `finish_reason` "error" and its `error`, and must be released. The others are not affected.
         """
-        batch = list(batch)
-        running = [sequence for sequence in batch if not sequence.is_reading]
-        self._read_prompts([sequence for sequence in batch if sequence.is_reading])
         begin = time.perf_counter()
+        batch = list(batch)
+        for sequence in batch:
+            if not sequence.has_slot:
+                with sequence.ended_by_errors():
+                    self._take_slot(sequence)
+        running = [sequence for sequence in batch if sequence.output]
+        self._read_prompts([sequence for sequence in batch if sequence.is_reading])
+        prompts_read_at = time.perf_counter()
         waiting = self._read_ahead(running)
         read_at = time.perf_counter()
         ready = [sequence for sequence in running if sequence not in waiting]
@@ -135,32 +149,32 @@ class Decoder:
         end = time.perf_counter()
         # Those that wait take no part in what `_run` measures; the others waited for the chunk.
         for sequence in running if waiting else ():
-            seconds = (end if sequence in waiting else read_at) - begin
-            sequence.stats.time_draft_prefill += seconds
-            sequence.stats.elapsed += seconds
+            read_or_ran_at = end if sequence in waiting else read_at
+            sequence.stats.time_draft_prefill += read_or_ran_at - prompts_read_at
+        for sequence in batch:
+            stats = sequence.stats
+            # Not wall time since the start, which would include a slow reader of the stream.
+            stats.elapsed += end - begin
+            if sequence.output and not stats.ttft:
+                stats.ttft = stats.elapsed
 
     def _read_prompts(self, reading: Collection[ActiveSequence]) -> None:
         """Let the target read prompts in turns: a chunk of one, or several that are together no
-        longer than a chunk. The rounds of other sequences wait for no more than that. An encoder's
-        source counts as a chunk."""
+        longer than a chunk. The rounds of other sequences wait for no more than that."""
         left = chunk = self.target.chunk
         for sequence in sorted(reading, key=lambda sequence: sequence.turn):
-            unread = len(sequence.slot.tokens) - sequence.slot.target_len
-            unread += chunk if sequence.request.source else 0
-            if unread > left < chunk:
-                break
-            left -= unread
-            self._read_prompt(sequence)
+            with sequence.ended_by_errors():
+                unread = self.rounds.prepare_prompt(sequence)
+                if unread > left < chunk:
+                    break
+                left -= unread
+                self._read_prompt(sequence)
             sequence.turn = next(self._turns)
 
     def _read_prompt(self, sequence: ActiveSequence) -> None:
         """Let the target read the next chunk of the prompt; with the last one, emit a token."""
-        with sequence.ended_by_errors():
-            part = self.rounds.read_prompt(sequence)
-            if part is not None:
-                self._commit(sequence, part)
-                stats = sequence.stats
-                stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
+        if (part := self.rounds.read_prompt(sequence)) is not None:
+            self._commit(sequence, part)
 
     def _read_ahead(self, batch: Collection[ActiveSequence]) -> list[ActiveSequence]:
         """Let the draft model read one chunk of the oldest of the sequences of which it lacks more.
@@ -201,8 +215,6 @@ class Decoder:
             stats.time_draft += result.time_draft
             stats.time_draft_prefill += result.time_draft_prefill
             stats.time_rounds += end - begin - result.time_draft_prefill
-            # Not wall time since the start, which would include a slow reader of the stream.
-            stats.elapsed += end - begin
 
     def _choose_gammas(self, batch: Collection[ActiveSequence]) -> None:
         """Let policies choose together, separately for each kind of draft."""

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from .backends.engine import Engine
+from .backends.engine import Engine, source_ids
 from .calls import copy_prompt, encode_source, forward_slots, prefill, slot_range, slot_sampling
 from .drafts.draft import Sources
 from .drafts.lookup import Corpus
@@ -92,14 +92,20 @@ class HostRounds(Rounds):
     def kinds(self) -> frozenset[str]:
         return self.proposer.kinds
 
+    def prepare_prompt(self, sequence: ActiveSequence) -> int:
+        slot, source, rows = sequence.slot, sequence.request.source, self.target.cached_rows
+        if rows.has_source(slot.index, source):
+            return len(slot.tokens) - copy_prompt(self.target, self.slots, sequence)
+        encoded = rows.slot_with(source) is not None  # it is copied when the prompt is read
+        return len(slot.tokens) + (0 if encoded else len(source_ids(source)) or self.target.chunk)
+
     def read_prompt(self, sequence: ActiveSequence) -> SlotResult | None:
         slot = sequence.slot
         self._clock.lap()
         sequence.request = encode_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
-        held = copy_prompt(self.target, self.slots, sequence)
-        end = min(held + self.target.chunk, len(slot.tokens))
-        rows = prefill(self._target, slot.index, slot.tokens[:end], held)[None, None]
+        end = min(slot.target_len + self.target.chunk, len(slot.tokens))
+        rows = prefill(self._target, slot.index, slot.tokens[:end], slot.target_len)[None, None]
         sequence.stats.time_prefill += self._clock.lap()["verify"]
         if end < len(slot.tokens):
             slot.target_len = end

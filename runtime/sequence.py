@@ -17,7 +17,7 @@ from .gamma.measured import Policy
 from .sampling.processors import LogitsProcessor
 from .sampling.rules import Verdict
 from .sampling.warp import SamplingParams
-from .slots import Slot, SlotTable
+from .slots import NO_SLOT, Slot, SlotTable
 from .stats import Stats
 
 Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
@@ -70,27 +70,32 @@ class Token:
 
 
 class ActiveSequence:
-    """A request in its slot.
+    """A request in its slot, which it gets in its first round.
 
     finish_reason: None until the text ends; "error" if `error` ended it. turn: those whose prompt
     is being read have their turns in this order.
     """
 
-    def __init__(self, request: Request, slot: Slot, turn: int = 0):
-        self.request, self.slot, self.turn = request, slot, turn
+    def __init__(self, request: Request, slot: Slot | None = None):
+        self.request, self.slot = request, slot or Slot(NO_SLOT)
+        self.turn = 0
         self.output: list[Token] = []
         self.finish_reason: str | None = None
-        self.error: OutriderError | None = None
+        self.error: Exception | None = None
         read = source_ids(request.source)
         self.stats = Stats(prompt_tokens=len(request.prompt), source_tokens=len(read))
         self.started = time.perf_counter()
+
+    @property
+    def has_slot(self) -> bool:
+        return self.slot.index != NO_SLOT
 
     @property
     def is_reading(self) -> bool:
         """Whether the target still reads the prompt: the last chunk gives the first token."""
         return not self.output and self.finish_reason is None
 
-    def fail(self, error: OutriderError) -> None:
+    def fail(self, error: Exception) -> None:
         self.error, self.finish_reason = error, "error"
 
     @contextmanager
@@ -98,7 +103,7 @@ class ActiveSequence:
         """Errors within end this sequence, and are not raised."""
         try:
             yield
-        except OutriderError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, others go on
             self.fail(error)
 
     @property
@@ -173,10 +178,14 @@ class Rounds(Protocol):
     @abstractmethod
     def kinds(self) -> frozenset[str]: ...
 
+    def prepare_prompt(self, sequence: ActiveSequence) -> int:
+        """Copy what other slots hold of the prompt. Returns how many tokens are left to read."""
+        return len(sequence.slot.tokens)
+
     @abstractmethod
     def read_prompt(self, sequence: ActiveSequence) -> SlotResult | None:
-        """Let the target read the next chunk of the prompt, or all of it. Returns None, or after
-        its end the first token."""
+        """Let the target read the next chunk of the prompt, or all of it, after `prepare_prompt`.
+        Returns None, or after its end the first token."""
 
     def read_ahead(self, sequence: ActiveSequence) -> bool:
         """Let the draft model read one chunk of a text of which it lacks more; returns whether it

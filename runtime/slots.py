@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .backends.engine import CachedRows, Source
 from .files.errors import OutriderError
 
+NO_SLOT = -1  # the index of a `Slot` that is in no table
 MIN_COPIED_ROWS = 16  # copying fewer takes as long as computing them
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from models.corpus import collect
-from runtime import Options, Result, TextEngine, load
+from runtime import Options, TextEngine, load
 from runtime.files.errors import refuse_first
 
 from ..core import machine
@@ -54,9 +55,14 @@ class ClientRun:
     length: int
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
-    def client(self, prompt: Sequence[int], tokens: int, seed: int = 0) -> Result:
+    def client(self, prompt: Sequence[int], tokens: int, seed: int = 0) -> float:
+        """Get a text; returns the seconds until its first token."""
         options = Options(max_new_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True)
-        return self.engine.generate(prompt, options)
+        begin, stream = time.perf_counter(), self.engine.stream(prompt, options)
+        next(stream)
+        first = time.perf_counter() - begin
+        deque(stream, maxlen=0)
+        return first
 
     def timed(self, work: Callable[[], dict[str, float]]) -> None:
         """Add a sample of each time, in seconds, that `work` returns by name."""
@@ -69,7 +75,7 @@ class ClientRun:
         """A stream, alone or beside a client with a long prompt in this pool."""
         room = self.engine.decoder.max_len - SHORT
         options = Options(max_new_tokens=room, temperature=1.0, seed=1, ignore_eos=True)
-        other: Future[Result] | None = None
+        other: Future[float] | None = None
         long, times = next(self.prompts), list[float]()
         with self.engine.stream(next(self.prompts)[:SHORT], options) as stream:
             next(stream), next(stream)  # the second lets a draft read the stream's own prompt
@@ -85,12 +91,11 @@ class ClientRun:
         gaps = [after - before for before, after in pairwise(times)]
         if other is None:
             return {"a round": statistics.median(gaps), "longest pause": max(gaps)}
-        first = other.result().stats.ttft
-        return {"longest pause, prompt": max(gaps), "first token, stream": first}
+        return {"longest pause, prompt": max(gaps), "first token, stream": other.result()}
 
     def first_token(self) -> dict[str, float]:
         """A long prompt alone, and the mean time of its chunks."""
-        first = self.client(next(self.prompts), 1).stats.ttft
+        first = self.client(next(self.prompts), 1)
         chunks = self.length / self.engine.decoder.target.chunk
         return {"first token": first, "a chunk": first / chunks}
 

@@ -56,7 +56,8 @@ class OutriderWorker:
         return self.engine.memory.get(role, 0) - (encoder.stat().st_size if encoder.exists() else 0)
 
     def generate(self, request: Request, arrivals: Arrivals) -> None:
-        """Like `TextEngine.batch` with a slot for each text, but recording the times of rounds."""
+        """Like `TextEngine.batch` with a slot for each text, but all prompts are read before the
+        first round, and the times of rounds are recorded."""
         decoder, numbers = self.engine.decoder, dict[ActiveSequence, int]()
         notes: dict[str, float] = {}
         try:

@@ -130,7 +130,10 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   const uint64_t request = begin(prompt, length, options);
   Sequence& made = sequence(request);
   try {
-    while (made.reading()) read_prompt(made);
+    while (made.reading()) {
+      prepare_prompt(made);
+      read_prompt(made);
+    }
   } catch (const BrokenLogits&) {
     made.finish = OUTRIDER_BROKEN;
     release(request);
@@ -172,9 +175,8 @@ uint64_t Decoder::begin(const int64_t* prompt, int64_t length, const outrider_op
   return next_request_++;
 }
 
-// Let the target read the next chunk of the prompt; with the last one, draw the first token.
-void Decoder::read_prompt(Sequence& sequence) {
-  const double begin = now();
+// Copy what other slots hold of the prompt. Returns how many tokens are left to read.
+int64_t Decoder::prepare_prompt(Sequence& sequence) {
   // A round that failed may have overwritten the rows that this one would continue from.
   const int64_t start =
       target_->cached_rows.resume_position(sequence.slot, sequence.target_len);
@@ -182,8 +184,16 @@ void Decoder::read_prompt(Sequence& sequence) {
       sequence.slot, sequence.tokens, sequence.length() - 2, start);
   sequence.stats.reused_tokens = std::min(sequence.stats.reused_tokens, start) + held - start;
   sequence.target_len = held;
-  const int64_t end = std::min(held + target_->chunk, sequence.length());
-  const LogitsView row = target_->prefill(sequence.slot, sequence.tokens, held, end);
+  return sequence.length() - held;
+}
+
+// Let the target read the next chunk of a prompt that is prepared; with the last one, draw the first
+// token.
+void Decoder::read_prompt(Sequence& sequence) {
+  const double begin = now();
+  const int64_t start = sequence.target_len;
+  const int64_t end = std::min(start + target_->chunk, sequence.length());
+  const LogitsView row = target_->prefill(sequence.slot, sequence.tokens, start, end);
   sequence.stats.prefill_seconds += now() - begin;
   if (end < sequence.length()) {
     sequence.target_len = end;
@@ -204,13 +214,16 @@ void Decoder::read_prompts() {
   std::sort(readers.begin(), readers.end(),
             [](const Sequence* a, const Sequence* b) { return a->turn < b->turn; });
   int64_t left = target_->chunk;
-  for (Sequence* const reader : readers) {
-    const int64_t unread = reader->length() - reader->target_len;
-    if (unread > left && left < target_->chunk) break;
-    left -= unread;
-    run_for(*reader, [&] { read_prompt(*reader); });
-    reader->turn = ++turns_;
-  }
+  bool has_room = true;
+  for (auto reader = readers.begin(); has_room && reader != readers.end(); ++reader)
+    run_for(**reader, [&] {
+      const int64_t unread = prepare_prompt(**reader);
+      has_room = unread <= left || left == target_->chunk;
+      if (!has_room) return;
+      (*reader)->turn = ++turns_;
+      left -= unread;
+      read_prompt(**reader);
+    });
 }
 
 // Let the draft model read what it lacks of the sequences; where that is more than a chunk, only a

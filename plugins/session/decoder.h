@@ -46,6 +46,7 @@ private:
                                       int32_t min_width) const;
   int64_t reusable_rows(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
+  int64_t prepare_prompt(Sequence& sequence);
   void read_prompt(Sequence& sequence);
   void read_prompts();
   void catch_up(std::vector<Plan>& plans);

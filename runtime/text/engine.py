@@ -176,20 +176,6 @@ class TextEngine:
         Raises what `generate` raises."""
         return make_request(self, prompt, options)[0]
 
-    def begin(self, request: Request) -> ActiveSequence:
-        """Begin the request in a slot that the caller has taken from `slot_queue`. Raises what
-        `Decoder.begin` raises."""
-        sequence: ActiveSequence | None = None
-        try:
-            with self._decoder_lock:
-                self._release()
-                sequence = self.decoder.begin(request)
-        except BaseException:
-            if sequence is not None:  # an interrupt
-                self.dropped.append(sequence)
-            raise
-        return sequence
-
     def round(self, sequences: Collection[ActiveSequence]) -> None:
         """Run one round of these sequences, together with those that other threads are waiting to
         advance."""

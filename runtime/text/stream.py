@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from ..files.errors import PER_REQUEST_KINDS, OutriderError
+from ..files.errors import PER_REQUEST_KINDS, OutriderError, first_line
 from ..sequence import ActiveSequence, Request
 from ..stats import Stats
 from .options import Options
@@ -18,6 +19,8 @@ from .slot_queue import Caller, Cancelled
 
 if TYPE_CHECKING:
     from .engine import TextEngine
+
+logger = logging.getLogger("outrider")
 
 Item = TypeVar("Item")
 
@@ -49,10 +52,14 @@ class RunningRequests(ABC, Generic[Item]):
                     raise StopIteration
                 try:
                     return self._advance()
-                except BaseException as error:
+                except Cancelled:
                     self._end()
-                    if isinstance(error, Cancelled):
-                        raise StopIteration from None
+                    raise StopIteration from None
+                except BaseException:
+                    try:
+                        self._end()
+                    except Exception as second:  # noqa: BLE001 - the first one explains more
+                        logger.warning("a stream was closed, but %s", first_line(second))
                     raise
         finally:
             if self._caller.cancelled:  # while the round ran
@@ -70,10 +77,16 @@ class RunningRequests(ABC, Generic[Item]):
 
     def _end(self) -> None:
         if not self._ended:
+            failed: Exception | None = None
             for sequence in list(self._sequences):
-                self._leave(sequence)
+                try:
+                    self._leave(sequence)
+                except Exception as error:  # noqa: BLE001 - raised when all have left
+                    failed = error
             self._engine.slot_queue.release(self._caller, None)  # the rest, after an interrupt
             self._ended = True
+            if failed is not None:
+                raise failed
 
     def _leave(self, sequence: ActiveSequence) -> None:
         del self._sequences[sequence]
@@ -118,7 +131,7 @@ class Stream(RunningRequests[Event]):
     def _advance(self) -> Event:
         if not self._sequences:
             self._engine.slot_queue.acquire(self._caller)
-            self._sequences[self._engine.begin(self._request)] = (0, self._transcript)
+            self._sequences[ActiveSequence(self._request)] = (0, self._transcript)
         [sequence] = self._sequences
         known = len(sequence.output)
         while len(sequence.output) == known and sequence.finish_reason is None:
@@ -148,7 +161,7 @@ class Batch(RunningRequests[tuple[int, Result]]):
         while not self._finished:
             if self._caller.cancelled:  # during the previous round
                 raise Cancelled
-            while not self._all_read and self._take_slot():
+            while not (self._all_read or self._finished) and self._take_slot():
                 self._start_next()
             if self._sequences:
                 self._engine.round(self._sequences)
@@ -180,7 +193,7 @@ class Batch(RunningRequests[tuple[int, Result]]):
             try:
                 request, transcript = make_request(self._engine, prompt, options)
                 # One statement, so that an interrupt loses no slot.
-                self._sequences[sequence := self._engine.begin(request)] = (number, transcript)
+                self._sequences[sequence := ActiveSequence(request)] = (number, transcript)
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:
                     raise
@@ -194,7 +207,10 @@ class Batch(RunningRequests[tuple[int, Result]]):
     def _collect_result(self, sequence: ActiveSequence) -> None:
         number, transcript = self._sequences[sequence]
         if (error := sequence.error) is not None:
-            if error.kind not in (*PER_REQUEST_KINDS, "busy"):  # "busy" after an interrupt
+            kinds = (*PER_REQUEST_KINDS, "busy")  # "busy" after an interrupt
+            if not isinstance(error, OutriderError) or error.kind not in kinds:
+                if self._finished:  # these first; the next call comes here again
+                    return
                 raise error
             result = transcript.result(sequence, "error", error)
         elif (finished := transcript.event(sequence).result) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,13 +206,17 @@ def test_the_rest_is_all_that_is_computed() -> None:
 
 
 def test_a_prompt_of_several_slots_is_computed_once() -> None:
-    """Also while it is being computed: each slot copies the others' chunks."""
+    """Also while it is being computed: each slot copies the others' chunks. And then all of them
+    begin at once."""
     prompt = STORY + STORY[5:]
 
     def computed(used: Decoder) -> list[int]:
         active = [used.begin(Request(prompt, gamma=2, max_new_tokens=9)) for _ in range(3)]
+        left = list[int]()
         while reading := [sequence for sequence in active if sequence.is_reading]:
             used.round(reading)
+            left.append(len(reading))
+        assert left == [3, 3, 3, 3, 3, 1] or not used.slots.copies
         counts = [sum(call.width for call in used.target.calls)]
         finish(used, *active)
         for sequence in active:
@@ -255,12 +260,42 @@ def test_a_prompt_that_cannot_be_read_ends_only_its_own_text(
             used.round([lost])
 
         def failing(sequence: ActiveSequence) -> None:
-            raise OutriderError("memory", "lost", "Find it.")
+            raise MemoryError
 
         monkeypatch.setattr(used.rounds, by, failing)
         used.round([other, lost])
-        assert lost.error is not None and lost.finish_reason == "error"
+        assert isinstance(lost.error, MemoryError) and lost.finish_reason == "error"
         assert len(other.output) > 1 and other.finish_reason is None
+
+
+def test_a_text_is_charged_for_the_rounds_that_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts of others included; but not for the time in which nothing runs. The time to the first
+    token ends with the round."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("runtime.decoder.time.perf_counter", lambda: clock.now)
+    used = decoder(2)
+    read, run = used.rounds.read_prompt, used.rounds.run
+
+    def timed_read(sequence: ActiveSequence) -> Any:
+        clock.now += 10
+        return read(sequence)
+
+    def timed_run(plans: Any) -> Any:
+        clock.now += 1
+        return run(plans)
+
+    monkeypatch.setattr(used.rounds, "read_prompt", timed_read)
+    monkeypatch.setattr(used.rounds, "run", timed_run)
+    first = used.admit(Request([5], gamma=0))
+    second = ActiveSequence(Request(STORY[:20], gamma=0))  # two chunks
+    assert not second.has_slot
+    for _ in range(3):
+        clock.now += 100
+        used.round([first, second])
+    assert (first.stats.ttft, first.stats.elapsed) == (10, 10 + 11 + 11 + 1)
+    assert (second.stats.ttft, second.stats.elapsed) == (22, 23)
 
 
 def test_other_texts_go_on_while_a_draft_reads_a_prompt() -> None:

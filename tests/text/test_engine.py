@@ -353,7 +353,73 @@ def test_the_texts_of_a_batch_go_on_while_it_reads_a_prompt(engine: TextEngine) 
     assert len(lengths) >= 3 and lengths == sorted({*lengths})
 
 
-@pytest.mark.parametrize("kind", ["backend", "option"])
+def test_a_new_text_takes_part_in_the_next_round(tmp_path: Path) -> None:
+    """Fault: it waited for the engine's lock, which the next round of another thread took first."""
+    gate, batches = Gate(), list[int]()
+    engine = make_text_engine(tmp_path, gate, slots=2)
+    other, round = engine.stream("b", max_new_tokens=20), engine.decoder.round
+    next(other)
+
+    def recorded(batch: Collection[ActiveSequence]) -> None:
+        batches.append(len(batch))
+        round(batch)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(engine.decoder, "round", recorded)
+        gate.closed = True
+        rest = pool.submit(list, other)
+        assert gate.reached.wait(30)
+        new = pool.submit(next, engine.stream("abc"))
+        for _ in range(5000):
+            if not engine._round_sharer._waiting:
+                threading.Event().wait(0.001)
+        gate.closed = False
+        gate.opened.set()
+        assert new.result(30).tokens and rest.result(30)
+    assert batches[:2] == [1, 2]
+
+
+def test_the_first_of_two_errors_is_raised(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fault: the second one, of clearing the slot; and then the stream began anew."""
+    for name in ("read_prompt", "clear"):
+
+        def failing(sequence: ActiveSequence, name: str = name) -> None:
+            raise OutriderError("backend", name, "Restart.")
+
+        monkeypatch.setattr(engine.decoder.rounds, name, failing)
+    stream = engine.stream("abc")
+    with pytest.raises(OutriderError, match="read_prompt"):
+        next(stream)
+    assert list(stream) == []
+    assert caplog.messages == ["a stream was closed, but backend: clear. Restart"]
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
+def test_results_come_before_what_follows_them(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a result was lost with an error of the engine in the same round; a batch of prompts
+    that are refused returned nothing before their end."""
+    refused = engine.batch(itertools.repeat(""))
+    assert [next(refused)[1].error.kind for _ in range(3)] == ["prompt"] * 3
+    read = engine.decoder.rounds.read_prompt
+
+    def failing(sequence: ActiveSequence) -> Any:
+        if len(sequence.request.prompt) == 3:
+            raise OutriderError("backend", "lost", "Restart.")
+        return read(sequence)
+
+    monkeypatch.setattr(engine.decoder.rounds, "read_prompt", failing)
+    batch = engine.batch(["ab", "abc"], max_new_tokens=1)
+    assert next(batch)[1].finish_reason == "length"
+    with pytest.raises(OutriderError, match="lost"):
+        next(batch)
+    assert engine.decoder.slots.free == engine.slot_queue.free == 2
+
+
+@pytest.mark.parametrize("kind", ["backend", "option", "busy"])
 def test_an_engine_that_fails_ends_a_batch(
     engine: TextEngine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

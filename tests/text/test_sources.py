@@ -44,6 +44,19 @@ def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int
     assert encoded == [7, 40, 40], "the slot still has it"
 
 
+def test_a_round_encodes_as_much_as_it_reads_of_prompts(t5: tuple[Path, Path]) -> None:
+    """Fault: one source in a round, however short, or all of them, however long."""
+    decoder = (engine := one_thread(t5[1], 3)).decoder
+    long = [SOURCES[3], SOURCES[3][::-1]]
+    for sources, read in ((SOURCES[:3], [True] * 3), (long, [True, False])):
+        requests = [engine.request(None, greedy(source, 0)) for source in sources]
+        active = [decoder.begin(request) for request in requests]
+        decoder.round(active)
+        assert [bool(sequence.output) for sequence in active] == read
+        for sequence in active:
+            decoder.release(sequence)
+
+
 def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
     """A copy of the draft with the target's encoder and, therefore, its embeddings."""
     shutil.copytree(draft, folder)
