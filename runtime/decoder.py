@@ -77,8 +77,9 @@ class Decoder:
         begin, sequence = time.perf_counter(), self.begin(request)
         try:
             while sequence.is_reading:
-                self.rounds.prepare_prompt(sequence)
-                self._read_prompt(sequence)
+                with sequence.ended_by_errors():
+                    self.rounds.prepare_prompt(sequence)
+                    self._read_prompt(sequence)
             sequence.stats.ttft = sequence.stats.elapsed = time.perf_counter() - begin
             if sequence.error is not None:
                 raise sequence.error

@@ -93,17 +93,21 @@ class HostRounds(Rounds):
         return self.proposer.kinds
 
     def prepare_prompt(self, sequence: ActiveSequence) -> int:
-        slot, source, rows = sequence.slot, sequence.request.source, self.target.cached_rows
-        if rows.has_source(slot.index, source):
-            return len(slot.tokens) - copy_prompt(self.target, self.slots, sequence)
-        encoded = rows.slot_with(source) is not None  # it is copied when the prompt is read
-        return len(slot.tokens) + (0 if encoded else len(source_ids(source)) or self.target.chunk)
+        slot, source = sequence.slot, sequence.request.source
+        if self.target.cached_rows.slot_with(source) is None:
+            return len(slot.tokens) + (len(source_ids(source)) or self.target.chunk)
+        self._encode(sequence)  # at most a copy
+        return len(slot.tokens) - copy_prompt(self.target, self.slots, sequence)
+
+    def _encode(self, sequence: ActiveSequence) -> None:
+        slot = sequence.slot
+        sequence.request = encode_source(self._target, slot.index, sequence.request)
+        slot.tokens[:] = sequence.request.prompt
 
     def read_prompt(self, sequence: ActiveSequence) -> SlotResult | None:
         slot = sequence.slot
         self._clock.lap()
-        sequence.request = encode_source(self._target, slot.index, sequence.request)
-        slot.tokens[:] = sequence.request.prompt
+        self._encode(sequence)
         end = min(slot.target_len + self.target.chunk, len(slot.tokens))
         rows = prefill(self._target, slot.index, slot.tokens[:end], slot.target_len)[None, None]
         sequence.stats.time_prefill += self._clock.lap()["verify"]

@@ -18,7 +18,9 @@ class Stats:
     milliseconds in `summary`.
 
     A round that several sequences share counts in full for each: times are those that this request
-    waited, so the times of requests that ran together add up to more than the wall time.
+    waited, so the times of requests that ran together add up to more than the wall time. ttft and
+    elapsed are sums over rounds: without the wait for a slot, for a round that is running, or for
+    the reader of the stream.
 
     source_tokens: read by an encoder. reused_tokens: tokens of the prompt whose rows the target's
     cache still held.
@@ -95,7 +97,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second, from the request's start to its last token."""
+        """Output tokens per second of `elapsed`."""
         return self.output_tokens / self.elapsed if self.elapsed else 0.0
 
     @property

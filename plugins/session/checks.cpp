@@ -4,7 +4,9 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string>
+#include <thread>
 
 #include "decoder.h"
 #include "engines/host_engine.h"
@@ -113,6 +115,8 @@ void check_memory(const Bundle& bundle, int32_t slots) {
 }
 
 } // namespace
+
+int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
 Bundle read_bundle(const outrider_config& config) {
   refuse_if(

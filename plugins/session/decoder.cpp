@@ -214,16 +214,14 @@ void Decoder::read_prompts() {
   std::sort(readers.begin(), readers.end(),
             [](const Sequence* a, const Sequence* b) { return a->turn < b->turn; });
   int64_t left = target_->chunk;
-  bool has_room = true;
-  for (auto reader = readers.begin(); has_room && reader != readers.end(); ++reader)
-    run_for(**reader, [&] {
-      const int64_t unread = prepare_prompt(**reader);
-      has_room = unread <= left || left == target_->chunk;
-      if (!has_room) return;
-      (*reader)->turn = ++turns_;
-      left -= unread;
-      read_prompt(**reader);
-    });
+  for (Sequence* const reader : readers) {
+    int64_t unread = 0;
+    if (!run_for(*reader, [&] { unread = prepare_prompt(*reader); })) continue;
+    if (unread > left && left < target_->chunk) break;
+    left -= unread;
+    reader->turn = ++turns_;
+    run_for(*reader, [&] { read_prompt(*reader); });
+  }
 }
 
 // Let the draft model read what it lacks of the sequences; where that is more than a chunk, only a

@@ -3,11 +3,9 @@
 #ifndef OUTRIDER_SESSION_DECODER_H
 #define OUTRIDER_SESSION_DECODER_H
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "drafts.h"
@@ -15,7 +13,7 @@
 
 namespace outrider {
 
-inline int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+int cores(); // of this machine, at least 1
 
 // Validate a configuration, and read the bundle that it names, without opening it. Throws Failure.
 Bundle read_bundle(const outrider_config& config);

@@ -36,7 +36,7 @@ class RunningRequests(ABC, Generic[Item]):
 
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
-        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those in slots
+        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those that run
         self._advance_lock = threading.Lock()
         self._ended = False
 
@@ -56,6 +56,7 @@ class RunningRequests(ABC, Generic[Item]):
                     self._end()
                     raise StopIteration from None
                 except BaseException:
+                    self._caller.cancelled = True  # whatever may interrupt `_end`
                     try:
                         self._end()
                     except Exception as second:  # noqa: BLE001 - the first one explains more
@@ -155,16 +156,22 @@ class Batch(RunningRequests[tuple[int, Result]]):
         super().__init__(engine)
         self._prompts, self._default_options = enumerate(prompts), default_options
         self._finished: deque[tuple[int, Result]] = deque()
+        self._error: Exception | None = None  # of the engine; raised after `_finished`
         self._all_read = False  # whether all prompts have been read
 
     def _advance(self) -> tuple[int, Result]:
         while not self._finished:
+            if self._error is not None:
+                raise self._error
             if self._caller.cancelled:  # during the previous round
                 raise Cancelled
             while not (self._all_read or self._finished) and self._take_slot():
                 self._start_next()
             if self._sequences:
-                self._engine.round(self._sequences)
+                try:
+                    self._engine.round(self._sequences)
+                except Exception as error:  # noqa: BLE001 - raised after the results
+                    self._error = error
                 for sequence in list(self._sequences):
                     self._collect_result(sequence)
             elif self._all_read and not self._finished:
@@ -192,7 +199,7 @@ class Batch(RunningRequests[tuple[int, Result]]):
                 prompt, options = given
             try:
                 request, transcript = make_request(self._engine, prompt, options)
-                # One statement, so that an interrupt loses no slot.
+                # One statement, so that an interrupt frees the slot once.
                 self._sequences[sequence := ActiveSequence(request)] = (number, transcript)
             except OutriderError as error:
                 if error.kind not in PER_REQUEST_KINDS:
@@ -209,9 +216,8 @@ class Batch(RunningRequests[tuple[int, Result]]):
         if (error := sequence.error) is not None:
             kinds = (*PER_REQUEST_KINDS, "busy")  # "busy" after an interrupt
             if not isinstance(error, OutriderError) or error.kind not in kinds:
-                if self._finished:  # these first; the next call comes here again
-                    return
-                raise error
+                self._error = error
+                return
             result = transcript.result(sequence, "error", error)
         elif (finished := transcript.event(sequence).result) is not None:
             result = finished

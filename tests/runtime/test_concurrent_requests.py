@@ -232,6 +232,18 @@ def test_a_prompt_of_several_slots_is_computed_once() -> None:
     assert computed(control) == [3 * 75, 3 * 74]
 
 
+def test_a_second_token_to_be_chosen_is_not_copied() -> None:
+    """Fault: rows of a neighbour's text with the placeholder in its place."""
+    prompt, texts = [5, 9, *STORY], list[list[int]]()
+    for beside in (False, True):
+        used = decoder(2)
+        if beside:
+            used.admit(Request(prompt, gamma=0))
+        chosen = used.admit(Request(prompt, gamma=0, second_token_candidates=(7, 8, 10)))
+        texts.append(chosen.slot.tokens)
+    assert texts[0] == texts[1] and texts[0][1] != 9
+
+
 def test_prompts_are_read_in_turns() -> None:
     """A chunk (16 tokens) in each round: of a long one, or of several short ones. Fault: other
     texts wait for the whole prompt, or a short prompt for all chunks of a long one."""

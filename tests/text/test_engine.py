@@ -412,10 +412,12 @@ def test_results_come_before_what_follows_them(
         return read(sequence)
 
     monkeypatch.setattr(engine.decoder.rounds, "read_prompt", failing)
-    batch = engine.batch(["ab", "abc"], max_new_tokens=1)
-    assert next(batch)[1].finish_reason == "length"
-    with pytest.raises(OutriderError, match="lost"):
-        next(batch)
+    for prompts in (["ab", "abc"], ["abc", "ab"]):
+        batch = engine.batch(itertools.chain(prompts, "b"), max_new_tokens=1)
+        assert next(batch)[1].finish_reason == "length"
+        with pytest.raises(OutriderError, match="lost"):
+            next(batch)
+        assert next(batch, None) is None
     assert engine.decoder.slots.free == engine.slot_queue.free == 2
 
 

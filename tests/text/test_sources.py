@@ -57,6 +57,18 @@ def test_a_round_encodes_as_much_as_it_reads_of_prompts(t5: tuple[Path, Path]) -
             decoder.release(sequence)
 
 
+def test_rows_of_one_source_are_copied(t5: tuple[Path, Path]) -> None:
+    """Fault: the slot got the source after its rows had been looked for."""
+    engine = one_thread(t5[1], 2)
+    request = engine.request(SOURCES[2], greedy(SOURCES[1], 0))
+    first, second = (engine.decoder.admit(request) for _ in range(2))
+    assert first.stats.reused_tokens == 0
+    assert second.stats.reused_tokens == len(request.prompt) - 2
+    assert [token.id for token in second.output] == [token.id for token in first.output]
+    for sequence in (first, second):
+        engine.decoder.release(sequence)
+
+
 def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
     """A copy of the draft with the target's encoder and, therefore, its embeddings."""
     shutil.copytree(draft, folder)
