@@ -155,7 +155,8 @@ class Decoder:
         for sequence in batch:
             stats = sequence.stats
             # Not wall time since the start, which would include a slow reader of the stream.
-            stats.elapsed += end - begin
+            stats.elapsed += end - (begin if sequence.asked_at is None else sequence.asked_at)
+            sequence.asked_at = None
             if sequence.output and not stats.ttft:
                 stats.ttft = stats.elapsed
 

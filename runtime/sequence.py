@@ -73,12 +73,14 @@ class ActiveSequence:
     """A request in its slot, which it gets in its first round.
 
     finish_reason: None until the text ends; "error" if `error` ended it. turn: those whose prompt
-    is being read have their turns in this order.
+    is being read have their turns in this order. asked_at: when its next round was asked for, None
+    for when that round begins.
     """
 
     def __init__(self, request: Request, slot: Slot | None = None):
         self.request, self.slot = request, slot or Slot(NO_SLOT)
         self.turn = 0
+        self.asked_at: float | None = None
         self.output: list[Token] = []
         self.finish_reason: str | None = None
         self.error: Exception | None = None

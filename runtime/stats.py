@@ -19,7 +19,7 @@ class Stats:
 
     A round that several sequences share counts in full for each: times are those that this request
     waited, so the times of requests that ran together add up to more than the wall time. ttft and
-    elapsed are sums over rounds: without the wait for a slot, for a round that is running, or for
+    elapsed are sums over rounds, from when one is asked for: without the wait for a slot, or for
     the reader of the stream.
 
     source_tokens: read by an encoder. reused_tokens: tokens of the prompt whose rows the target's

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class TextEngine:
         self._decoder_lock = threading.RLock()
         self._round_sharer = RoundSharer()
         self.dropped: deque[ActiveSequence] = deque()
-        self._total = Stats(requests=0)
+        self._total, self._total_lock = Stats(requests=0), threading.Lock()
         self._process = os.getpid()
         _open_engines.add(self)
 
@@ -179,6 +180,9 @@ class TextEngine:
     def round(self, sequences: Collection[ActiveSequence]) -> None:
         """Run one round of these sequences, together with those that other threads are waiting to
         advance."""
+        now = time.perf_counter()
+        for sequence in sequences:
+            sequence.asked_at = now
         self._round_sharer.round(sequences, self._run_round)
 
     def _run_round(self, wanted: Callable[[], list[ActiveSequence]]) -> None:
@@ -199,11 +203,15 @@ class TextEngine:
             )
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
-        """Free the slot of a sequence that is already in `dropped`."""
+        """Free the slot of a sequence that is already in `dropped`; while a round runs, the next
+        one does."""
         try:
             self._round_sharer.forget(sequence)
-            with self._decoder_lock:
-                self._release(sequence)
+            if self._decoder_lock.acquire(blocking=False):
+                try:
+                    self._release(sequence)
+                finally:
+                    self._decoder_lock.release()
         finally:
             self.slot_queue.release(caller)
 
@@ -217,7 +225,7 @@ class TextEngine:
 
     def count(self, result: Result) -> None:
         """Add a finished request to the totals."""
-        with self._decoder_lock:
+        with self._total_lock:
             self._total.add(result.stats)
 
     # Slots for other uses

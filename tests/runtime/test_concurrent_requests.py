@@ -305,8 +305,9 @@ def test_a_text_is_charged_for_the_rounds_that_it_waits_for(
     assert not second.has_slot
     for _ in range(3):
         clock.now += 100
+        first.asked_at = clock.now - 2  # as if another round had been running
         used.round([first, second])
-    assert (first.stats.ttft, first.stats.elapsed) == (10, 10 + 11 + 11 + 1)
+    assert (first.stats.ttft, first.stats.elapsed) == (10, 10 + 13 + 13 + 3)
     assert (second.stats.ttft, second.stats.elapsed) == (22, 23)
 
 

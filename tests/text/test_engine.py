@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
 
-from runtime import Options, OutriderError, TextEngine
+from runtime import Options, OutriderError, Result, TextEngine
 from runtime.drafts.draft import GuessedDraft
 from runtime.drafts.registry import KINDS
 from runtime.files.errors import attribute_errors_to
@@ -377,6 +377,32 @@ def test_a_new_text_takes_part_in_the_next_round(tmp_path: Path) -> None:
         gate.opened.set()
         assert new.result(30).tokens and rest.result(30)
     assert batches[:2] == [1, 2]
+
+
+def test_a_text_ends_without_waiting_for_a_round(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: its last event came after the next round of another thread, to free the slot."""
+    count, running, ended = engine.count, threading.Event(), threading.Event()
+
+    def run() -> None:
+        with engine._decoder_lock:
+            running.set()
+            assert ended.wait(10)
+
+    def count_while_a_round_runs(result: Result) -> None:
+        other.append(pool.submit(run))
+        assert running.wait(10)
+        count(result)
+
+    other = list[Future[None]]()
+    monkeypatch.setattr(engine, "count", count_while_a_round_runs)
+    with ThreadPoolExecutor(1) as pool:
+        assert engine.generate("abc", max_new_tokens=1).tokens
+        assert other[0].running() and engine.slot_queue.free == 2
+        ended.set()
+    monkeypatch.undo()
+    assert engine.generate("abc").tokens and engine.decoder.slots.free == 2
 
 
 def test_the_first_of_two_errors_is_raised(
