@@ -207,11 +207,9 @@ class TextEngine:
         one does."""
         try:
             self._round_sharer.forget(sequence)
-            if self._decoder_lock.acquire(blocking=False):
-                try:
+            if not self._round_sharer.is_running:
+                with self._decoder_lock:
                     self._release(sequence)
-                finally:
-                    self._decoder_lock.release()
         finally:
             self.slot_queue.release(caller)
 

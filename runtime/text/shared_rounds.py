@@ -54,9 +54,14 @@ class RoundSharer:
         if request.error is not None:
             raise request.error
 
+    @property
+    def is_running(self) -> bool:
+        return self._runner is not None
+
     def is_used_by(self, thread: int) -> bool:
         """Whether this thread runs a round, or waits for one."""
-        return thread in [request.thread for request in (*self._waiting, *self._joined)]
+        requests = (*self._waiting, *self._joined)
+        return any(x.thread == thread and not x.withdrawn for x in requests)
 
     def forget(self, sequence: ActiveSequence) -> None:
         """Stop waiting for a sequence that has left."""

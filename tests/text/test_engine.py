@@ -125,7 +125,10 @@ def test_a_withdrawn_sequence_is_not_in_the_round(engine: TextEngine) -> None:
         two = pool.submit(shared.round, [second], run)
         while len(shared._waiting) < 1:
             threading.Event().wait(0.001)
-        shared._waiting[0].withdrawn = True  # as `round` records an interrupt
+        (waiting,) = shared._waiting
+        assert shared.is_used_by(waiting.thread)
+        waiting.withdrawn = True  # as `round` records an interrupt
+        assert not shared.is_used_by(waiting.thread), "its thread can use the engine again"
         leaving.set()
         one.result(30)
         two.result(30)
@@ -386,9 +389,12 @@ def test_a_text_ends_without_waiting_for_a_round(
     count, running, ended = engine.count, threading.Event(), threading.Event()
 
     def run() -> None:
-        with engine._decoder_lock:
-            running.set()
-            assert ended.wait(10)
+        def run_round(wanted: Any) -> None:
+            with engine._decoder_lock:
+                running.set()
+                assert ended.wait(10)
+
+        engine._round_sharer.round([], run_round)
 
     def count_while_a_round_runs(result: Result) -> None:
         other.append(pool.submit(run))
