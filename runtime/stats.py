@@ -66,9 +66,8 @@ class Stats:
         self.drafted += gamma
         self.accepted += accepted
         self.examined += examined
-        while len(self.drafted_at) < gamma:
-            self.drafted_at.append(0)
-            self.accepted_at.append(0)
+        for counts in (self.drafted_at, self.accepted_at):
+            counts.extend([0] * (gamma - len(counts)))
         for i in range(gamma if is_complete else min(gamma, emitted)):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
