@@ -77,9 +77,7 @@ class Decoder:
         begin, sequence = time.perf_counter(), self.begin(request)
         try:
             while sequence.is_reading:
-                with sequence.ended_by_errors():
-                    self.rounds.prepare_prompt(sequence)
-                    self._read_prompt(sequence)
+                self._read_prompts([sequence])
             sequence.stats.ttft = sequence.stats.elapsed = time.perf_counter() - begin
             if sequence.error is not None:
                 raise sequence.error
@@ -162,7 +160,8 @@ class Decoder:
 
     def _read_prompts(self, reading: Collection[ActiveSequence]) -> None:
         """Let the target read prompts in turns: a chunk of one, or several that are together no
-        longer than a chunk. The rounds of other sequences wait for no more than that."""
+        longer than a chunk. The rounds of other sequences wait for no more than that. With the last
+        chunk of a prompt, emit its first token."""
         left = chunk = self.target.chunk
         for sequence in sorted(reading, key=lambda sequence: sequence.turn):
             with sequence.ended_by_errors():
@@ -170,13 +169,9 @@ class Decoder:
                 if unread > left < chunk:
                     break
                 left -= unread
-                self._read_prompt(sequence)
+                if (part := self.rounds.read_prompt(sequence)) is not None:
+                    self._commit(sequence, part)
             sequence.turn = next(self._turns)
-
-    def _read_prompt(self, sequence: ActiveSequence) -> None:
-        """Let the target read the next chunk of the prompt; with the last one, emit a token."""
-        if (part := self.rounds.read_prompt(sequence)) is not None:
-            self._commit(sequence, part)
 
     def _read_ahead(self, batch: Collection[ActiveSequence]) -> list[ActiveSequence]:
         """Let the draft model read one chunk of the oldest of the sequences of which it lacks more.

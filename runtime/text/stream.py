@@ -63,7 +63,7 @@ class RunningRequests(ABC, Generic[Item]):
                         logger.warning("a stream was closed, but %s", first_line(second))
                     raise
         finally:
-            if self._caller.cancelled:  # while the round ran
+            if self._caller.cancelled:  # while the round ran, or it failed
                 self.close()
 
     def close(self) -> None:
