@@ -34,7 +34,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 13
+#define OUTRIDER_ABI_VERSION 14
 #define OUTRIDER_MAX_WIDTH 64 /* maximum number of draft tokens per round */
 
 enum {

@@ -1,5 +1,5 @@
-// The operators outrider.QuantizedMatMul, QuantizedGather and QuantizedExperts for ONNX Runtime.
-// See outrider_product.h for the layout of a matrix W [N, K].
+// The operators outrider.QuantizedMatMul, QuantizedGather, QuantizedExperts, HalfMatMul and
+// HalfGather for ONNX Runtime. See outrider_product.h for the layout of a matrix W [N, K].
 //
 // QuantizedMatMul   x W^T
 //   inputs   x [.., K]; levels uint8 [panels, blocks, 64 bits]; scales float16 [panels, blocks, 16];
@@ -14,6 +14,10 @@
 //            int64 [k, T], from 0 to E - 1
 //   outputs  [k, T, N]
 // attributes  bits (4 or 8); rows, columns: N and K; for experts also experts: E
+//
+// HalfMatMul, HalfGather   the same with weights of 16 bits, uint16 [panels, K, 16], in place of
+//            levels and scales
+// attributes  dtype (of the weights: 1 for float16, 2 for bfloat16); rows, columns: N and K
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -28,12 +32,12 @@ using ort::Api;
 
 constexpr int64_t BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 
-enum Input { X, LEVELS, SCALES, INPUTS, CHOSEN = INPUTS, MORE = INPUTS };
+enum Input { X, LEVELS, WEIGHTS = LEVELS, SCALES, INPUTS, CHOSEN = INPUTS, MORE = INPUTS };
 
 struct Kernel {
   const Api* api;
   const outrider_product_tiles* tiles;
-  int64_t bits, rows, columns, experts;
+  int64_t bits, rows, columns, experts, dtype;
 };
 
 const outrider_product_tiles* tiles_in_use() {
@@ -48,14 +52,19 @@ const outrider_product_tiles* tiles_in_use() {
 
 ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 1});
+  std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel{api, tiles_in_use(), 16, 0, 0, 1, 0});
   if (!kernel) return ort::make_error(api, "out of memory");
+  const bool half = of == &ort::HALF_PRODUCT || of == &ort::HALF_ROWS;
   ort::Status* status = ort::integer_attributes(
-      api, info, {{"bits", &kernel->bits}, {"rows", &kernel->rows}, {"columns", &kernel->columns}});
+      api, info, {{"rows", &kernel->rows}, {"columns", &kernel->columns},
+                  half ? std::pair{"dtype", &kernel->dtype} : std::pair{"bits", &kernel->bits}});
   if (status == nullptr && of == &ort::EXPERTS)
     status = ort::integer_attributes(api, info, {{"experts", &kernel->experts}});
   if (status != nullptr) return status;
-  if (kernel->bits != 4 && kernel->bits != 8) return ort::make_error(api, "bits is not 4 or 8");
+  if (half && kernel->dtype != OUTRIDER_FLOAT16 && kernel->dtype != OUTRIDER_BFLOAT16)
+    return ort::make_error(api, "dtype is not 1 or 2");
+  if (!half && kernel->bits != 4 && kernel->bits != 8)
+    return ort::make_error(api, "bits is not 4 or 8");
   for (const int64_t size : {kernel->rows, kernel->columns, kernel->experts})
     if (size < 1 || size > INT32_MAX)
       return ort::make_error(api, "rows, columns or experts is out of range");
@@ -131,22 +140,32 @@ ort::Status* round_rows(const Kernel& kernel, const ort::Context* context,
   });
 }
 
+// Sets the sizes, x and y of a product. Rejects rows of another length.
+ort::Status* set_rows(const Kernel& kernel, ort::Context* context, ort::Tensor* x,
+                      outrider_product* c) {
+  const size_t last = x->dimensions - 1;
+  if (x->dimensions == 0 || x->sizes[last] != kernel.columns)
+    return ort::make_error(kernel.api, "the length of a row does not match the matrix's columns");
+  *c = {};
+  c->rows = 1, c->depth = kernel.columns, c->columns = c->stride = kernel.rows;
+  c->bits = kernel.bits, c->dtype = kernel.dtype;
+  for (size_t i = 0; i < last; ++i) c->rows *= x->sizes[i];
+  x->sizes[last] = kernel.rows;
+  void* y = nullptr;
+  if (ort::Status* status = ort::output(kernel.api, context, 0, x->sizes, last + 1, &y))
+    return status;
+  c->x = static_cast<const float*>(x->data), c->y = static_cast<float*>(y);
+  return nullptr;
+}
+
 ort::Status* multiply(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS + 2];
   int64_t first_rows = 0;
   if (ort::Status* status = inputs(kernel, context, in, &first_rows)) return status;
-  const size_t last = in[X].dimensions - 1;
-  if (in[X].dimensions == 0 || in[X].sizes[last] != kernel.columns)
-    return ort::make_error(api, "the length of a row does not match the matrix's columns");
-  outrider_product c{};
-  c.rows = 1, c.depth = kernel.columns, c.columns = c.stride = kernel.rows, c.bits = kernel.bits;
-  for (size_t i = 0; i < last; ++i) c.rows *= in[X].sizes[i];
-  in[X].sizes[last] = kernel.rows;
-  void* y = nullptr;
-  if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, last + 1, &y)) return status;
-  c.x = static_cast<const float*>(in[X].data), c.y = static_cast<float*>(y);
+  outrider_product c;
+  if (ort::Status* status = set_rows(kernel, context, &in[X], &c)) return status;
   set_matrix(&c, in[LEVELS], in[SCALES]);
   const int64_t blocks = blocks_of(kernel);
   const size_t count = static_cast<size_t>(c.rows * blocks);
@@ -164,6 +183,26 @@ ort::Status* multiply(void* made, ort::Context* context) {
   return ort::parallel_for(api, context, tasks + tasks_of(more), few, [&](int64_t i) {
     multiply_task(kernel, i < tasks ? c : more, i < tasks ? i : i - tasks);
   });
+}
+
+// Reads x, or ids, and weights of 16 bits; rejects a matrix whose size does not match.
+ort::Status* half_inputs(const Kernel& kernel, const ort::Context* context, ort::Tensor* in) {
+  if (ort::Status* status = ort::inputs(kernel.api, context, WEIGHTS + 1, in)) return status;
+  if (!ort::has_sizes(in[WEIGHTS], {panels_of(kernel.rows), kernel.columns, PANEL}))
+    return ort::make_error(kernel.api, "the size of a matrix does not match the attributes");
+  return nullptr;
+}
+
+ort::Status* multiply_halves(void* made, ort::Context* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  ort::Tensor in[WEIGHTS + 1];
+  outrider_product c;
+  if (ort::Status* status = half_inputs(kernel, context, in)) return status;
+  if (ort::Status* status = set_rows(kernel, context, &in[X], &c)) return status;
+  c.levels = static_cast<const uint8_t*>(in[WEIGHTS].data);
+  const bool few = is_small(c, blocks_of(kernel));
+  return ort::parallel_for(kernel.api, context, tasks_of(c), few,
+                           [&](int64_t i) { multiply_task(kernel, c, i); });
 }
 
 // Rows of the same expert are multiplied together: they are copied so that they are adjacent, and
@@ -246,27 +285,35 @@ ort::Status* multiply_experts(void* made, ort::Context* context) {
   return status;
 }
 
-ort::Status* gather(void* made, ort::Context* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(made);
+// Calls copy(id, to) for the row of each id. Rejects ids that do not exist.
+template <class Copy>
+ort::Status* gather_rows(const Kernel& kernel, ort::Context* context, ort::Tensor* ids, Copy copy) {
   const Api* api = kernel.api;
-  ort::Tensor in[INPUTS];
-  if (ort::Status* status = inputs(kernel, context, in)) return status;
-  ort::Tensor& ids = in[X];
-  const int64_t blocks = blocks_of(kernel);
-  if (ids.dimensions >= sizeof ids.sizes / sizeof ids.sizes[0])
+  if (ids->dimensions >= sizeof ids->sizes / sizeof ids->sizes[0])
     return ort::make_error(api, "ids have too many dimensions");
   int64_t count = 1;
-  for (size_t i = 0; i < ids.dimensions; ++i) count *= ids.sizes[i];
-  ids.sizes[ids.dimensions] = kernel.columns;
+  for (size_t i = 0; i < ids->dimensions; ++i) count *= ids->sizes[i];
+  ids->sizes[ids->dimensions] = kernel.columns;
   void* out = nullptr;
-  if (ort::Status* status = ort::output(api, context, 0, ids.sizes, ids.dimensions + 1, &out))
+  if (ort::Status* status = ort::output(api, context, 0, ids->sizes, ids->dimensions + 1, &out))
     return status;
-  float* to = static_cast<float*>(out);
-  const int64_t bits = kernel.bits, offset = bits == 4 ? 8 : 128;
-  for (int64_t i = 0; i < count; ++i, to += kernel.columns) {
-    const int64_t id = static_cast<const int64_t*>(ids.data)[i], lane = id % PANEL;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = static_cast<const int64_t*>(ids->data)[i];
     if (id < 0 || id >= kernel.rows)
       return ort::make_error(api, "a token id is beyond the vocabulary");
+    copy(id, static_cast<float*>(out) + i * kernel.columns);
+  }
+  return nullptr;
+}
+
+ort::Status* gather(void* made, ort::Context* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  ort::Tensor in[INPUTS];
+  if (ort::Status* status = inputs(kernel, context, in)) return status;
+  const int64_t blocks = blocks_of(kernel);
+  const int64_t bits = kernel.bits, offset = bits == 4 ? 8 : 128;
+  return gather_rows(kernel, context, &in[X], [&](int64_t id, float* to) {
+    const int64_t lane = id % PANEL;
     const int64_t panel = id / PANEL * blocks;
     const uint8_t* levels = static_cast<const uint8_t*>(in[LEVELS].data) + panel * 64 * bits;
     const uint16_t* scales = static_cast<const uint16_t*>(in[SCALES].data) + panel * PANEL;
@@ -280,12 +327,23 @@ ort::Status* gather(void* made, ort::Context* context) {
         to[k] = static_cast<float>(level - offset) * scale;
       }
     }
-  }
-  return nullptr;
+  });
+}
+
+ort::Status* gather_halves(void* made, ort::Context* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  ort::Tensor in[WEIGHTS + 1];
+  if (ort::Status* status = half_inputs(kernel, context, in)) return status;
+  return gather_rows(kernel, context, &in[X], [&](int64_t id, float* to) {
+    const int64_t first = id / PANEL * PANEL * kernel.columns + id % PANEL;
+    for (int64_t k = 0; k < kernel.columns; ++k)
+      to[k] = outrider::load(in[WEIGHTS].data, static_cast<int>(kernel.dtype), first + k * PANEL);
+  });
 }
 
 constexpr ort::Port FLOATS{ort::FLOAT}, BYTES{ort::UINT8}, HALVES{ort::FLOAT16}, IDS{ort::INT64},
-    MORE_BYTES{ort::UINT8, ort::OPTIONAL}, MORE_HALVES{ort::FLOAT16, ort::OPTIONAL};
+    MORE_BYTES{ort::UINT8, ort::OPTIONAL}, MORE_HALVES{ort::FLOAT16, ort::OPTIONAL},
+    WORDS{ort::UINT16};
 
 } // namespace
 
@@ -297,3 +355,7 @@ const ort::NamedOperator ort::ROWS = {
 const ort::NamedOperator ort::EXPERTS = {
     operator_of<Kernel>(create, multiply_experts), "QuantizedExperts",
     {FLOATS, BYTES, HALVES, IDS}, {FLOATS}};
+const ort::NamedOperator ort::HALF_PRODUCT = {
+    operator_of<Kernel>(create, multiply_halves), "HalfMatMul", {FLOATS, WORDS}, {FLOATS}};
+const ort::NamedOperator ort::HALF_ROWS = {
+    operator_of<Kernel>(create, gather_halves), "HalfGather", {IDS, WORDS}, {FLOATS}};

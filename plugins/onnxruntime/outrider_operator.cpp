@@ -62,7 +62,7 @@ Status* output_in_place(const Api* api, Context* context, size_t index, const Te
 Status* add_operators(const Api* api, Options* options, Domain** made) {
   Status* status = call<CreateDomain>(api, "outrider", made);
   for (const Operator* one : {&ATTENTION, &QUANTISED_ATTENTION, &SOURCE_ATTENTION, &PRODUCT, &ROWS,
-                              &EXPERTS, &RECURRENCE, &CONVOLUTION})
+                              &EXPERTS, &HALF_PRODUCT, &HALF_ROWS, &RECURRENCE, &CONVOLUTION})
     if (status == nullptr) status = call<AddOperator>(api, *made, one);
   return status == nullptr ? call<AddDomain>(api, options, *made) : status;
 }

@@ -98,8 +98,8 @@ template <class Tiles> const Tiles* tiles_of(std::initializer_list<const Tiles*>
 }
 
 extern const NamedOperator ATTENTION, QUANTISED_ATTENTION, SOURCE_ATTENTION; // outrider_attend.cpp
-extern const NamedOperator PRODUCT, ROWS, EXPERTS;  // outrider_multiply.cpp
-extern const NamedOperator RECURRENCE, CONVOLUTION; // outrider_recur.cpp
+extern const NamedOperator PRODUCT, ROWS, EXPERTS, HALF_PRODUCT, HALF_ROWS; // outrider_multiply.cpp
+extern const NamedOperator RECURRENCE, CONVOLUTION;                         // outrider_recur.cpp
 
 } // namespace ort
 #endif

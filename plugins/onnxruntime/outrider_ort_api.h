@@ -114,7 +114,7 @@ struct Operator {
   Function in_place[4];
 };
 
-enum { FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
+enum { FLOAT = 1, UINT8 = 2, INT8 = 3, UINT16 = 4, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1, FAIL = 1 };
 
 } // namespace ort

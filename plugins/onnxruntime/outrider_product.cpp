@@ -11,23 +11,28 @@ using Call = outrider_product;
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 constexpr int PREFETCH_BYTES = 4096; // prefetch distance in bytes of weights
 // ROW_GROUP: maximum number of rows multiplied per reading of a weight; their sums fit into
-// registers. PANELS: panels multiplied together, so that a number of x is loaded once for two
-// vectors of outputs or more; with one, loads take longer than the products. STEPS: unrolled steps
-// of a block. With 1, GCC would copy all sums in each step on x86; with more, it would load all
-// weights first on ARM, and spill them.
+// registers. HALF_GROUP: the same for weights of 16 bits, which have no integer sums. PANELS: panels
+// multiplied together, so that a number of x is loaded once for two vectors of outputs or more;
+// with one, loads take longer than the products. STEPS: unrolled steps of a block. With 1, GCC
+// would copy all sums in each step on x86; with more, it would load all weights first on ARM, and
+// spill them.
 #if defined(__AVX512VNNI__)
-constexpr int ROW_GROUP = 6, PANELS = 2, STEPS = 8;
+constexpr int ROW_GROUP = 6, HALF_GROUP = 12, PANELS = 2, STEPS = 8;
 #elif defined(__AVX2__)
-constexpr int ROW_GROUP = 6, PANELS = 1, STEPS = 8;
+constexpr int ROW_GROUP = 6, HALF_GROUP = 6, PANELS = 1, STEPS = 8;
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int ROW_GROUP = 4, PANELS = 1, STEPS = 1;
+constexpr int ROW_GROUP = 4, HALF_GROUP = 6, PANELS = 1, STEPS = 1;
 #else
-constexpr int ROW_GROUP = 6, PANELS = 1;
+constexpr int ROW_GROUP = 6, HALF_GROUP = 2, PANELS = 1;
 #endif
+constexpr int OF_PANEL = PANEL / LANES, VECTORS = PANELS * OF_PANEL; // vectors of outputs
 
 template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // added to a level to make it unsigned
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
+int64_t panel_bytes(const Call& c) {
+  return c.bits == 16 ? c.depth * PANEL * 2 : blocks_of(c) * 64 * c.bits;
+}
 
 void round_row(const Call& c, int64_t row) {
   const int64_t blocks = blocks_of(c);
@@ -70,12 +75,133 @@ void round(const Call* call, int64_t first, int64_t end) {
   for (int64_t row = first; row < end; ++row) round_row(*call, row);
 }
 
+// Calls whole(total, y) for each vector of the outputs of R rows and PANELS panels, or
+// one(total, y, i) for each number of those that are not whole.
+template <int R, class Whole, class One>
+INLINE void visit_panels(const Call& c, int64_t panel, int64_t apart, int64_t first,
+                         Vector (&total)[VECTORS][R], Whole whole, One one) {
+  float* y = c.y + first * c.stride + panel * PANEL;
+  const auto place = [&](int v) { return v / OF_PANEL * apart * PANEL + v % OF_PANEL * LANES; };
+  const int64_t available = c.columns - panel * PANEL;
+  if (available >= place(VECTORS - 1) + LANES) {
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < VECTORS; ++v) whole(total[v][r], y + r * c.stride + place(v));
+    return;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < VECTORS; ++v)
+      for (int64_t i = 0; i < LANES && place(v) + i < available; ++i)
+        one(total[v][r], y + r * c.stride + place(v), i);
+}
+
+template <int R>
+INLINE void store_panels(const Call& c, int64_t panel, int64_t apart, int64_t first,
+                         Vector (&total)[VECTORS][R]) {
+  visit_panels(c, panel, apart, first, total, [](Vector& from, float* y) { store(y, from); },
+               [](Vector& from, float* y, int64_t i) { y[i] = from[i]; });
+}
+
+template <int VALUE> struct Constant { static constexpr int value = VALUE; };
+
+// Converts LANES numbers from float16.
+INLINE Vector widened(const uint16_t* from) {
+#if defined(__AVX512F__)
+  // Masked with all lanes, because GCC 12 warns about an undefined value in its unmasked version.
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#else
+  Vector wide;
+  for (int i = 0; i < LANES; ++i) wide[i] = outrider::from_float16(from[i]);
+  return wide;
+#endif
+}
+
+// LANES numbers from the i-th on, as float32.
+template <int DTYPE> INLINE Vector numbers(const void* from, int64_t i) {
+  if constexpr (DTYPE == OUTRIDER_FLOAT32) return load(static_cast<const float*>(from) + i);
+  const uint16_t* halves = static_cast<const uint16_t*>(from) + i;
+  if constexpr (DTYPE == OUTRIDER_FLOAT16) return widened(halves);
+  typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  const Integers wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(halves), Integers);
+  return reinterpret_cast<Vector>(wide << 16);
+}
+
+// Weights without scales, from input `begin` to `end`, of PANELS panels. between: how many numbers
+// the second panel is behind the first.
+struct Piece {
+  const void* weights;
+  int64_t between, begin, end;
+};
+
+// R rows times a piece, which is added to what earlier pieces gave.
+template <int R, int DTYPE>
+void piece_rows(const Call& c, const Piece& piece, int64_t panel, int64_t apart, int64_t first) {
+  constexpr int OF_POINTER = 3; // rows that x86 can address with one pointer and one stride
+  const float* x[(R + OF_POINTER - 1) / OF_POINTER];
+  for (int r = 0; r < R; r += OF_POINTER)
+    x[r / OF_POINTER] = c.x + (first + r) * c.depth + piece.begin;
+  Vector total[VECTORS][R];
+  for (int v = 0; v < VECTORS; ++v)
+    for (int r = 0; r < R; ++r) total[v][r] = Vector{};
+  if (piece.begin > 0)
+    visit_panels(c, panel, apart, first, total, [](Vector& to, float* y) { to = load(y); },
+                 [](Vector& to, float* y, int64_t i) { to[i] = y[i]; });
+  const int64_t count = piece.end - piece.begin;
+  for (int64_t k = 0; k < count; ++k) {
+    Vector weight[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) {
+      const int64_t at = v / OF_PANEL * piece.between + k * PANEL + v % OF_PANEL * LANES;
+      weight[v] = numbers<DTYPE>(piece.weights, at);
+      if (DTYPE != OUTRIDER_FLOAT32 && v % OF_PANEL == 0)
+        __builtin_prefetch(static_cast<const uint16_t*>(piece.weights) + at + PREFETCH_BYTES / 2);
+    }
+    for (int r = 0; r < R; ++r) {
+      const Vector one = splat(x[r / OF_POINTER][r % OF_POINTER * c.depth + k]);
+      for (int v = 0; v < VECTORS; ++v) total[v][r] = fused(one, weight[v], total[v][r]);
+    }
+  }
+  store_panels(c, panel, apart, first, total);
+}
+
+template <int R, int DTYPE>
+void multiply_piece(const Call& c, const Piece& piece, int64_t panel, int64_t apart, int64_t first,
+                    int64_t count) {
+  if constexpr (R > 1)
+    if (count < R) return multiply_piece<R - 1, DTYPE>(c, piece, panel, apart, first, count);
+  piece_rows<R, DTYPE>(c, piece, panel, apart, first);
+}
+
+// All rows times PANELS panels, with weights of 16 bits. For many rows these are converted once.
+template <int DTYPE> void multiply_halves(const Call& c, int64_t panel, int64_t apart) {
+  constexpr int64_t WIDE = 512; // inputs whose converted weights fit into the second cache and the stack
+  const int64_t runs = (c.rows + HALF_GROUP - 1) / HALF_GROUP, size = c.depth * PANEL;
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(c.levels) + panel * size;
+  const auto multiply = [&](auto dtype, const Piece& piece) {
+    for (int64_t run = 0; run < runs; ++run) {
+      const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
+      multiply_piece<HALF_GROUP, decltype(dtype)::value>(c, piece, panel, apart, first, count);
+    }
+  };
+  if (runs <= 2) return multiply(Constant<DTYPE>(), {weights, apart * size, 0, c.depth});
+  alignas(64) float wide[PANELS * PANEL * WIDE];
+  for (int64_t begin = 0; begin < c.depth; begin += WIDE) {
+    const int64_t end = begin + WIDE < c.depth ? begin + WIDE : c.depth;
+    for (int p = 0; p < PANELS; ++p)
+      for (int64_t i = 0; i < (end - begin) * PANEL; i += LANES)
+        store(wide + p * PANEL * WIDE + i,
+              numbers<DTYPE>(weights, p * apart * size + begin * PANEL + i));
+    multiply(Constant<OUTRIDER_FLOAT32>(), {wide, PANEL * WIDE, begin, end});
+  }
+}
+
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 // R rows times PANELS panels. The instruction sets differ in how each lane multiplies four
 // neighbours along K: of a weight, unsigned, and of x, the same four in all lanes.
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Integers))));
 typedef uint8_t Packed __attribute__((vector_size(sizeof(Integers)), aligned(1), may_alias));
-constexpr int OF_PANEL = PANEL / LANES, VECTORS = PANELS * OF_PANEL; // vectors of outputs
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
@@ -138,18 +264,6 @@ template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 
 #endif
 
-// Converts LANES numbers from float16.
-INLINE Vector widened(const uint16_t* from) {
-#if defined(__AVX512F__)
-  // Masked with all lanes, because GCC 12 warns about an undefined value in its unmasked version.
-  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
-#endif
-}
-
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC push_options
 // Otherwise GCC computes all products of a block before their sums, and spills them.
@@ -206,18 +320,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t apart, int64_t first) {
       }
     }
   }
-  float* y = c.y + first * c.stride + panel * PANEL;
-  const auto place = [&](int v) { return v / OF_PANEL * apart * PANEL + v % OF_PANEL * LANES; };
-  const int64_t available = c.columns - panel * PANEL;
-  if (available >= place(VECTORS - 1) + LANES) {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECTORS; ++v) store(y + r * c.stride + place(v), total[v][r]);
-    return;
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < VECTORS; ++v)
-      for (int64_t i = 0; i < LANES && place(v) + i < available; ++i)
-        y[r * c.stride + place(v) + i] = total[v][r][i];
+  store_panels(c, panel, apart, first, total);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
@@ -279,11 +382,16 @@ void multiply(const Call* call, int64_t first_group, int64_t end_group) {
     const int64_t begin = group / span * span * PANELS, panel = begin + group % span;
     const int64_t rest = (panels - begin + PANELS - 1) / PANELS, apart = rest < span ? rest : span;
     for (int p = 0; p < PANELS && group == first_group; ++p) { // not prefetched by earlier groups
-      const uint8_t* levels = c.levels + (panel + p * apart) * blocks_of(c) * 64 * c.bits;
+      const uint8_t* levels = c.levels + (panel + p * apart) * panel_bytes(c);
       for (int i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch(levels + i);
     }
     // Without a second panel, the first one is multiplied twice.
     const int64_t second = panel + apart < panels ? apart : 0;
+    if (c.bits == 16) {
+      if (c.dtype == OUTRIDER_FLOAT16) multiply_halves<OUTRIDER_FLOAT16>(c, panel, second);
+      else multiply_halves<OUTRIDER_BFLOAT16>(c, panel, second);
+      continue;
+    }
     for (int64_t run = 0; run < runs; ++run) { // runs of nearly equal size
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
       if (c.bits == 4) multiply_rows<ROW_GROUP, 4>(c, panel, second, first, count);

@@ -1,5 +1,5 @@
-// Products with weights of 4 and 8 bits, for any number of rows: the computation of the operators
-// for ONNX Runtime, in plain C++.
+// Products with weights of 4, 8 and 16 bits, for any number of rows: the computation of the
+// operators for ONNX Runtime, in plain C++.
 //
 // An element of W [N, K] is an integer level times a scale that BLOCK neighbours along K share. W
 // is stored in the order in which it is read: PANEL outputs form a panel, and a panel's blocks
@@ -16,6 +16,10 @@
 // A row x [K] is rounded to 8 bits, block by block, as in llama.cpp (Q8_0), so that a block's
 // product is one of integers: exact, in any order. It is then scaled and added to the sum of the
 // previous blocks. The bits of an output therefore depend only on its row and its weights.
+//
+// Weights of 16 bits are float16 or bfloat16 numbers, uint16 [N / PANEL, K, PANEL], without scales.
+// Rows are not rounded: a product is computed in float32, and added to the sum of the previous ones
+// along K, so that here, too, the bits depend only on the row and the weights.
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
@@ -36,9 +40,10 @@ struct outrider_rounded {
 struct outrider_product {
   int64_t rows, depth, columns; // of x; K; N
   int64_t stride;               // from one row of y to the next: N, or more
-  int64_t bits;                 // of a weight: 4 or 8
+  int64_t bits;                 // of a weight: 4, 8 or 16
+  int64_t dtype;                // of a weight with 16 bits: OUTRIDER_FLOAT16 or OUTRIDER_BFLOAT16
   const float* x;               // [rows, K]
-  const uint8_t* levels;
+  const uint8_t* levels; // or the weights of 16 bits
   const uint16_t* scales;
   float* y; // [rows, N]
   struct outrider_rounded* rounded; // the rows of x: [rows, blocks]

@@ -21,7 +21,7 @@ from .rules import no_draft_logits_error
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row_error
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 MAX_THREADS = 64
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -4,7 +4,7 @@ bitwise with themselves."""
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import pytest
 from commands import CHECKOUT
 from operators import FLOAT, INT64, session_of, with_each_set
 
+from export.host.halves import Half, pack_halves
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
 from export.weights.operators import pack_levels, pack_scales
 from runtime.sampling import kernel
@@ -307,6 +308,101 @@ def test_what_experts_are_asked_wrongly_is_refused(bits: Bits) -> None:
         Experts(bits, experts=0)
 
 
+# Weights of 16 bits
+
+HALF_TYPES: tuple[Half, ...] = get_args(Half)
+DEEP = 1100  # inputs that are multiplied in two pieces if there are many rows
+
+
+def half_matrix(dtype: Half, rows: int = ROWS, columns: int = COLUMNS) -> Array:
+    """Numbers that float16 or bfloat16 holds: of both signs and many sizes, zero, subnormal."""
+    dense = np.random.default_rng(dtype).normal(size=(rows, columns)).astype(np.float32)
+    dense[2, ::3], dense[3, ::5], dense[4] = 0, -0.0, dense[4] * np.float32(1e-6)
+    if dtype == 1:
+        dense[5] = np.float16(6e-8)
+        return dense.astype(np.float16).astype(np.float32)
+    dense[5] = dense[5] * np.float32(1e30)
+    return (dense.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def half_node(dense: Array, dtype: int, kind: str = "HalfMatMul", *, threads: int = 1,
+              weights: npt.NDArray[np.uint16] | None = None, **attributes: int) -> Any:  # fmt: skip
+    rows, columns = dense.shape
+    attributes = {"dtype": dtype, "rows": rows, "columns": columns} | attributes
+    weights = pack_halves(dense, cast(Half, dtype)) if weights is None else weights
+    session = session_of(
+        kind, {"x": FLOAT if kind == "HalfMatMul" else INT64}, {"y": FLOAT}, {"weights": weights},
+        threads=threads, **attributes,
+    )  # fmt: skip
+    return lambda x: np.asarray(session.run(None, {"x": np.asarray(x)})[0])
+
+
+def is_product(got: Array, x: Array, dense: Array) -> bool:
+    """Whether it is within the rounding of a float32 sum."""
+    wide, weights = x.astype(np.float64), dense.astype(np.float64)
+    allowed = 1e-5 * (np.abs(wide) @ np.abs(weights.T)) + 1e-40
+    return bool((np.abs(got - wide @ weights.T) <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("columns", [COLUMNS, DEEP])
+def test_products_with_16_bits(instruction_set: str, dtype: Half, columns: int) -> None:
+    """They are right, and have the bits of each row alone: also of many rows, whose weights are
+    converted first, in pieces, and with threads that share the panels."""
+    dense, x = half_matrix(dtype, 1000, columns), activations(150, columns)
+    nodes = [half_node(dense, dtype, threads=threads) for threads in (1, 2)]
+    want = np.concatenate([nodes[0](row[None]) for row in x])
+    assert is_product(want, x, dense)
+    for node in nodes:
+        for width in (*WIDTHS, 24, 25, 64, 150):
+            assert (node(x[:width]) == want[:width]).all(), f"width {width}"
+        assert (node(x[:18].reshape(2, 9, -1)) == want[:18].reshape(2, 9, -1)).all()
+    assert not nodes[0](x[:0]).size
+    other = dense.copy()
+    other[999, columns - 1] += np.float32(1)  # control
+    assert not is_product(want, x, other)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_rows_that_fill_no_panel(instruction_set: str, dtype: Half) -> None:
+    """In one piece and in two, with a second panel and without."""
+    for rows in (1, 15, 17, ROWS, 47):
+        dense, x = half_matrix(dtype, max(rows, 6), DEEP)[:rows], activations(40, DEEP)
+        got = half_node(dense, dtype)(x)
+        assert is_product(got, x, dense)
+        assert (got[:9] == half_node(dense, dtype)(x[:9])).all()
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_lookups_in_16_bits(dtype: Half) -> None:
+    dense = half_matrix(dtype)
+    gather = half_node(dense, dtype, "HalfGather")
+    ids = np.random.default_rng(3).integers(0, ROWS, (2, 1, 5))
+    assert (gather(np.arange(ROWS)).view(np.int32) == dense.view(np.int32)).all()
+    assert (gather(ids) == dense[ids]).all() and gather(ids[:0]).shape == (0, 1, 5, COLUMNS)
+    for wrong in (-1, ROWS, 2**63 - 1):
+        with pytest.raises(Exception, match="a token id is beyond the vocabulary"):
+            gather(np.array([0, wrong]))
+
+
+@pytest.mark.parametrize("kind", ["HalfMatMul", "HalfGather"])
+def test_what_does_not_fit_16_bits_is_refused(kind: str) -> None:
+    dense, x = half_matrix(1), activations() if kind == "HalfMatMul" else np.arange(3)
+    weights = pack_halves(dense, 1)
+    for wrong in (weights[:-1], weights[:, :-1], weights[..., :-1], weights.reshape(-1)):
+        with pytest.raises(Exception, match=OTHER_SIZE):
+            half_node(dense, 1, kind, weights=np.ascontiguousarray(wrong))(x)
+    for attributes in ({"rows": ROWS + 16}, {"columns": COLUMNS - 1}):
+        with pytest.raises(Exception, match="does not match"):
+            half_node(dense, 1, kind, **attributes)(x)
+    for dtype in (0, 3):
+        with pytest.raises(Exception, match="dtype is not 1 or 2"):
+            half_node(dense, dtype, kind, weights=weights)
+    if kind == "HalfMatMul":
+        with pytest.raises(Exception, match="the length of a row does not match the matrix"):
+            half_node(dense, 1)(x[:, :-1])
+
+
 def test_a_library_with_other_operators_has_another_interface() -> None:
     """An older library must be refused by its version, before ONNX Runtime meets an unknown node.
     Raise `ABI_VERSION` when the set of operators or their inputs change."""
@@ -314,6 +410,7 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
     for source in (CHECKOUT / "plugins" / "onnxruntime").glob("*.cpp"):
         names |= {*re.findall(r'operator_of<Kernel>\([^)]*\),\s*"(\w+)"', source.read_text())}
     products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
+    products |= {"HalfMatMul", "HalfGather"}
     attentions = {"Attention", "QuantizedCacheAttention", "SourceAttention"}
     operators = {"Recurrence", "ShortConvolution", *attentions, *products}
-    assert (names, kernel.ABI_VERSION) == (operators, 13)
+    assert (names, kernel.ABI_VERSION) == (operators, 14)
