@@ -23,6 +23,7 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.graphs import (
     HOST_FILE,
+    HOST_WEIGHTS_FILE,
     PART_FILE,
     Cache,
     Dtype,
@@ -87,8 +88,9 @@ class PartRequest:
     role: "target" or "draft", as in progress lines. text: token ids to measure the quality of
     quantised weights on; if None, the model generates them. bits: maximum bits per weight of int4;
     None: see `quantise_model`. shares_encoder: whether the model reads the states of the target's
-    encoder. backend_runs_states: whether the backend runs models with recurrent states. The others
-    are as in `GraphFacts`.
+    encoder. backend_runs_states: whether the backend runs models with recurrent states. may_widen:
+    whether weights of "16bit" may become full ones if that fails. The others are as in
+    `GraphFacts`.
     """
 
     role: str
@@ -104,11 +106,17 @@ class PartRequest:
     bits: float | None = None
     shares_encoder: bool = False
     backend_runs_states: bool = True
+    may_widen: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def quantises(self) -> bool:
+        """Whether weights are rounded."""
+        return self.weights not in (None, "16bit")
 
     @property
     def exporter(self) -> Any:
@@ -137,8 +145,8 @@ class PartRequest:
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 "format": self.form,
-                "weights": self.weights,
-                "text": self.text if self.weights else None,  # it matters only to quantised weights
+                "weights": [self.weights, self.weights == "16bit" and self.may_widen],
+                "text": self.text if self.quantises else None,  # matters only to quantised weights
                 "bits": self.bits,
                 "cache": self.cache,
                 "shares": self.shares_encoder,
@@ -155,8 +163,11 @@ def make(request: PartRequest, folder: Path, force: bool = False) -> tuple[Path,
     weights need liboutrider and it is missing.
     """
     role, checkpoint = request.role, request.checkpoint
-    if request.weights == "int4" or (request.weights and request.has_host_graph):
+    if request.weights == "int4" or (request.quantises and request.has_host_graph):
         load_rounding()  # fail now, not after minutes of work
+    if request.weights == "16bit" and find_library() is None:
+        cause = "weights of 16 bits need liboutrider, which was not compiled"
+        raise OutriderError("backend", cause, "Run make plugins, or build with WEIGHTS=full.")
     with stage(role, "hash") as progress:
         key = request.key()
         part_folder = folder / key[:16]
@@ -205,7 +216,7 @@ class _Original:
 def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = request.role, request.checkpoint
     quantising = None
-    if request.weights:
+    if request.weights and request.quantises:
         quantising = Quantising(
             role, request.weights, checkpoint, request.text, request.shares_encoder, request.bits
         )
@@ -213,13 +224,10 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
         original = _write_graphs(request, quantising, partial)
         release_memory()  # the comparison loads the weights again
         exact = _precise_reference(request, quantising, original.exact)
-        result = _compare(request, original, exact, partial)
+        result, weights = _compare(request, original, exact, partial), request.weights
         if request.has_host_graph:
             with stage(role, "for ONNX Runtime on the CPU") as progress:
-                progress.note = write_checked(
-                    partial, original.reference, original.rounded, exact,
-                    request.capacity, request.cache,
-                )  # fmt: skip
+                weights, progress.note = _write_host_graph(request, original, exact, partial)
         quality_facts = None
         if quantising:
             engine = partial / HOST_FILE if request.has_host_graph else None
@@ -243,7 +251,7 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
             files={path.name: file_facts(path) for path in sorted(partial.iterdir())},
             context=checkpoint.context,
             cache=request.cache,
-            weights=request.weights,
+            weights=weights,
             bits=request.bits,
             quality=quality_facts,
             encoder=_encoder_facts(request, shapes),
@@ -251,6 +259,28 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
+
+
+def _write_host_graph(
+    request: PartRequest,
+    original: _Original,
+    exact: Callable[[], compare.Reference] | None,
+    folder: Path,
+) -> tuple[Weights | None, str]:
+    """Write the graph for the CPU; returns its kind of weights and a summary."""
+    write = functools.partial(
+        write_checked, folder, original.reference, original.rounded, exact, request.capacity,
+        request.cache,
+    )  # fmt: skip
+    if request.weights != "16bit":
+        return request.weights, write()
+    try:
+        return request.weights, write(halves=True)
+    except OutriderError as error:
+        if not request.may_widen:
+            raise
+        (folder / HOST_WEIGHTS_FILE).unlink(missing_ok=True)
+        return None, f"{write()}; full weights: {error.cause}"
 
 
 def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: Path) -> _Original:
@@ -435,7 +465,9 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
     need = numbers * width // 8
-    if request.weights:
+    if request.weights == "16bit":  # beside the graph in float32
+        need += numbers * 2
+    elif request.weights:
         text = checkpoint.text_config
         # Dense, for ONNX's Gather.
         table = min(numbers, text.vocab_size * getattr(text, "hidden_size", 0))

@@ -38,20 +38,25 @@ from ..weights.operators import (
 )
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .experts import compute_only_chosen
+from .halves import store_in_16_bits
 from .observing import Observed, check_source_masks, observe
 
 DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 
-def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
-    """Write the graph beside graph.onnx, and return its number of nodes.
+def write(
+    folder: Path, capacity: int, cache: Cache | None = None, *, halves: bool = False
+) -> tuple[int, str]:
+    """Write the graph beside graph.onnx. Returns its number of nodes, and what `store_in_16_bits`
+    returns.
 
     capacity: rows of the longest sequence, which determine the size of the rotary tables. cache:
-    the type of the cache rows, if not that of graph.onnx. A graph with quantised rows or weights
-    gets its own weights file. Raises NotLowered.
+    the type of the cache rows, if not that of graph.onnx. halves: store matrices in 16 bits where
+    that loses nothing. A graph with quantised rows, or with other weights than graph.onnx, gets its
+    own weights file. Raises NotLowered, and what `store_in_16_bits` raises.
     """
     model = ir.load(folder / GRAPH_FILE)
-    quantised = use_own_operators(model)
+    quantised = use_own_operators(model) or halves
     compute_only_chosen(model)
     try:
         layers, source_layers = layers_of(model)
@@ -67,6 +72,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
             raise
     _fuse_sums(model)
     _fuse_transposed(model)
+    kept = store_in_16_bits(model) if halves else ""
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     model.graph.sort()
@@ -74,11 +80,11 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
         model.graph.opset_imports[domain] = 1
     if cache or quantised:
         write_model(model, folder / HOST_FILE, HOST_WEIGHTS_FILE)
-        if (folder / ENCODER_FILE).exists():
+        if (folder / ENCODER_FILE).exists() and not halves:
             _rewrite_encoder(folder)
     else:
         ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
-    return len(model.graph)
+    return len(model.graph), kept
 
 
 def _rewrite_encoder(folder: Path) -> None:
