@@ -16,6 +16,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 # llama.cpp's mixtures. It uses a wider type for rows that are not a multiple of the block size.
 MIXTURES = {
+    "bf16": "LLAMA_FTYPE_MOSTLY_BF16",
     "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
     "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
     "q4_K_S": "LLAMA_FTYPE_MOSTLY_Q4_K_S",

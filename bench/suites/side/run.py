@@ -39,12 +39,14 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
         ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
+        ("outrider", "16bit"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "int8"): PLAIN_DRAFT,
         ("outrider", "int4"): ("plain", "draft", "auto", "lookup"),
         ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
         ("genai", "float32"): PLAIN_DRAFT_LOOKUP,
         ("genai", "int4"): PLAIN_DRAFT_LOOKUP,
         ("llama.cpp", "float32"): PLAIN_DRAFT_LOOKUP,
+        ("llama.cpp", "bf16"): PLAIN_DRAFT_LOOKUP,
         ("llama.cpp", "q8_0"): PLAIN_DRAFT,
         ("llama.cpp", "q4_0"): PLAIN_DRAFT_LOOKUP,
     },
@@ -61,9 +63,11 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
 PRECISIONS = {  # Outrider's name, and the names in all systems
     "float32": ("float32",),
     "mixed": ("mixed",),
+    "16bit": ("16bit", "bf16"),
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
+DEFAULT_PRECISIONS = tuple(name for name in PRECISIONS if name != "16bit")  # of the grown pair
 LONG_MODES = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens

@@ -32,6 +32,7 @@ from ...systems import SYSTEMS
 from ...systems.protocol import Request
 from . import seq2seq, tables
 from .run import (
+    DEFAULT_PRECISIONS,
     DRAFTLESS,
     GAMMA,
     LENGTHS,
@@ -154,7 +155,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="shape of the grown pair's target (default: smollm-135m)")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS,
         help="precision of the weights; peers use formats of as many bits; mixed is a float32 "
-        "target with an int8 draft (default: all)")  # fmt: skip
+        "target with an int8 draft, 16bit the weights of a --model that is stored so (default: all "
+        "but 16bit)")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS,
         help="systems to measure (default: all)")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
@@ -174,7 +176,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
          "--shape and --alpha apply to the grown pair, not to a --model",
          "Remove them, or --model."),
     ])  # fmt: skip
-    chosen = systems(args.systems or list(SYSTEMS), args.precision or list(PRECISIONS), models)
+    chosen = systems(args.systems or list(SYSTEMS), args.precision or DEFAULT_PRECISIONS, models)
     measured = {system.peer for system in chosen}
     refuse_first(
         (name not in measured, f"{name} does not run this shape in this precision",
