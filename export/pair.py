@@ -243,7 +243,7 @@ def _make_parts(
             role, models[role], options.dtype, lengths[role], capacity, options.max_gamma,
             form=options.form,
             weights=None if kind == "full" else cast(Weights, kind),
-            may_widen=role == "target" and not options.weights,
+            may_widen=(role, kind) == ("target", "16bit") and not options.weights,
             cache=options.cache_type,
             text=text_ids,
             bits=options.bits if role == "target" else None,

@@ -114,9 +114,9 @@ class PartRequest:
         return dtype
 
     @property
-    def quantises(self) -> bool:
-        """Whether weights are rounded."""
-        return self.weights not in (None, "16bit")
+    def quantised(self) -> Weights | None:
+        """The kind of quantised weights; None if no weight is rounded."""
+        return None if self.weights == "16bit" else self.weights
 
     @property
     def exporter(self) -> Any:
@@ -145,8 +145,9 @@ class PartRequest:
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 "format": self.form,
-                "weights": [self.weights, self.weights == "16bit" and self.may_widen],
-                "text": self.text if self.quantises else None,  # matters only to quantised weights
+                "weights": self.weights,
+                "may_widen": self.may_widen,
+                "text": self.text if self.quantised else None,  # matters only to quantised weights
                 "bits": self.bits,
                 "cache": self.cache,
                 "shares": self.shares_encoder,
@@ -163,7 +164,7 @@ def make(request: PartRequest, folder: Path, force: bool = False) -> tuple[Path,
     weights need liboutrider and it is missing.
     """
     role, checkpoint = request.role, request.checkpoint
-    if request.weights == "int4" or (request.quantises and request.has_host_graph):
+    if request.weights == "int4" or (request.quantised and request.has_host_graph):
         load_rounding()  # fail now, not after minutes of work
     if request.weights == "16bit" and find_library() is None:
         cause = "weights of 16 bits need liboutrider, which was not compiled"
@@ -216,9 +217,9 @@ class _Original:
 def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = request.role, request.checkpoint
     quantising = None
-    if request.weights and request.quantises:
+    if request.quantised:
         quantising = Quantising(
-            role, request.weights, checkpoint, request.text, request.shares_encoder, request.bits
+            role, request.quantised, checkpoint, request.text, request.shares_encoder, request.bits
         )
     with write_folder(folder, PART_FILE) as partial:
         original = _write_graphs(request, quantising, partial)

@@ -117,15 +117,20 @@ def _store(
 
 def _half_type(dense: npt.NDArray[np.float32]) -> Half | None:
     """The 16-bit type that holds all numbers of a matrix; None if neither does."""
-    fits: dict[Half, bool] = {2: True, 1: True}
-    for here in row_slices(*dense.shape):
-        part = np.ascontiguousarray(dense[here])
-        fits[2] = fits[2] and not (part.view(np.uint32) & 0xFFFF).any()
-        with np.errstate(over="ignore"):
-            fits[1] = fits[1] and np.array_equal(part.astype(np.float16).astype(np.float32), part)
-        if not any(fits.values()):
-            return None
-    return 2 if fits[2] else 1
+    if all(_is_bfloat16(dense[here]) for here in row_slices(*dense.shape)):
+        return 2
+    if all(_is_float16(dense[here]) for here in row_slices(*dense.shape)):
+        return 1
+    return None
+
+
+def _is_bfloat16(part: npt.NDArray[np.float32]) -> bool:
+    return not (np.ascontiguousarray(part).view(np.uint32) & 0xFFFF).any()
+
+
+def _is_float16(part: npt.NDArray[np.float32]) -> bool:
+    with np.errstate(over="ignore"):
+        return np.array_equal(part.astype(np.float16).astype(np.float32), part)
 
 
 def pack_halves(dense: npt.NDArray[np.float32], dtype: Half) -> npt.NDArray[np.uint16]:

@@ -101,8 +101,6 @@ INLINE void store_panels(const Call& c, int64_t panel, int64_t apart, int64_t fi
                [](Vector& from, float* y, int64_t i) { y[i] = from[i]; });
 }
 
-template <int VALUE> struct Constant { static constexpr int value = VALUE; };
-
 // Converts LANES numbers from float16.
 INLINE Vector widened(const uint16_t* from) {
 #if defined(__AVX512F__)
@@ -174,18 +172,23 @@ void multiply_piece(const Call& c, const Piece& piece, int64_t panel, int64_t ap
   piece_rows<R, DTYPE>(c, piece, panel, apart, first);
 }
 
+// All rows times a piece.
+template <int DTYPE>
+void multiply_runs(const Call& c, const Piece& piece, int64_t panel, int64_t apart) {
+  const int64_t runs = (c.rows + HALF_GROUP - 1) / HALF_GROUP;
+  for (int64_t run = 0; run < runs; ++run) {
+    const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
+    multiply_piece<HALF_GROUP, DTYPE>(c, piece, panel, apart, first, count);
+  }
+}
+
 // All rows times PANELS panels, with weights of 16 bits. For many rows these are converted once.
 template <int DTYPE> void multiply_halves(const Call& c, int64_t panel, int64_t apart) {
-  constexpr int64_t WIDE = 512; // inputs whose converted weights fit into the second cache and the stack
-  const int64_t runs = (c.rows + HALF_GROUP - 1) / HALF_GROUP, size = c.depth * PANEL;
+  constexpr int64_t WIDE = 512; // inputs whose converted weights fit into the caches and the stack
+  const int64_t size = c.depth * PANEL;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(c.levels) + panel * size;
-  const auto multiply = [&](auto dtype, const Piece& piece) {
-    for (int64_t run = 0; run < runs; ++run) {
-      const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
-      multiply_piece<HALF_GROUP, decltype(dtype)::value>(c, piece, panel, apart, first, count);
-    }
-  };
-  if (runs <= 2) return multiply(Constant<DTYPE>(), {weights, apart * size, 0, c.depth});
+  if (c.rows <= 2 * HALF_GROUP)
+    return multiply_runs<DTYPE>(c, {weights, apart * size, 0, c.depth}, panel, apart);
   alignas(64) float wide[PANELS * PANEL * WIDE];
   for (int64_t begin = 0; begin < c.depth; begin += WIDE) {
     const int64_t end = begin + WIDE < c.depth ? begin + WIDE : c.depth;
@@ -193,7 +196,7 @@ template <int DTYPE> void multiply_halves(const Call& c, int64_t panel, int64_t 
       for (int64_t i = 0; i < (end - begin) * PANEL; i += LANES)
         store(wide + p * PANEL * WIDE + i,
               numbers<DTYPE>(weights, p * apart * size + begin * PANEL + i));
-    multiply(Constant<OUTRIDER_FLOAT32>(), {wide, PANEL * WIDE, begin, end});
+    multiply_runs<OUTRIDER_FLOAT32>(c, {wide, PANEL * WIDE, begin, end}, panel, apart);
   }
 }
 
