@@ -16,8 +16,8 @@ from runtime.files.library import add_operators
 from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES, EngineFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
-# liboutrider multiplies quantised weights and those of 16 bits, in float32.
-RUNS = dict.fromkeys(("int8", "int4", "16bit", ENCODER_DECODERS, RECURRENT_STATES), ("float32",))
+# liboutrider multiplies quantised weights, in float32.
+RUNS = dict.fromkeys(("int8", "int4", ENCODER_DECODERS, RECURRENT_STATES), ("float32",))
 FORMAT: Format = "onnx"
 LEVELS = range(0)
 

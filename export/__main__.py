@@ -44,18 +44,15 @@ def parser() -> argparse.ArgumentParser:
         help="precision of activations, cache and unquantised weights (default: float32, the "
         "right choice for CPUs)")
     add("--weights", choices=all_weights,
-        help="precision of the target's matrices: 8 or 4 bits, float8 (GPUs only), 16bit for the "
-        "checkpoint's own 16 bits in a float32 graph for the CPU, or full for that of --dtype "
-        "(default: full; 16bit on the CPU for a checkpoint stored in 16 bits; int4 or int8 for one "
-        "quantised to 4 or 8 bits)")
+        help="precision of the target's matrices: 8 or 4 bits, float8 (GPUs only), or full for "
+        "that of --dtype (default: full; int4 or int8 for a checkpoint quantised to 4 or 8 bits)")
     add("--bits", type=float, metavar="B",
         help="maximum average bits per weight of an int4 target, scales included, 4.5 to 8.5: the "
         "matrices where 4 bits lose the most quality get 8 (default: as many bytes per step as "
         "with 8 bits for the output matrix alone)")
     add("--draft-weights", choices=all_weights,
         help="precision of the draft's matrices, which changes the speed but not the output "
-        "(default: that of the target; int8 on the CPU for a full or 16bit one; int4 for --draft "
-        "self)")
+        "(default: that of the target; int8 for a full target on the CPU; int4 for --draft self)")
     add("--backend-runs", type=str.split, metavar="KINDS",
         default=" ".join([*all_weights, ENCODER_DECODERS, RECURRENT_STATES]),
         help="kinds of weights that the backend runs, and whether it runs encoder-decoders and "

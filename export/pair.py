@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import transformers
-from safetensors import SafetensorError, safe_open
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +27,6 @@ from runtime.files.graphs import (
     Weights,
     slot_rows,
 )
-from runtime.files.library import find_library
 from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
@@ -45,8 +40,7 @@ from .weights.blocks import recover
 
 DEFAULT_MAX_LEN = 2048
 SAMPLED_MATRICES = 8  # matrices of a checkpoint that are inspected to see how it is quantised
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "16bit": 16, "full": 16}
-UNROUNDED = ("full", "16bit")  # kinds of weights that are the checkpoint's
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # the comparison with the original needs room to roll back and continue
 
 # By role: "target", and "draft" if the draft is a model.
@@ -60,14 +54,14 @@ class ExportOptions:
 
     draft: "self" for the target with fewer bits, "ngram" for lookups in the text, None for no
     draft. form: format of the graphs; a backend that is given the wrong one names the right one.
-    weights, draft_weights: see `_default_weights` and `_default_draft_weights` for None.
-    backend_runs: the kinds of weights that the backend runs, and whether it runs encoder-decoders
-    and recurrent states; anything else is refused before the export. text: a UTF-8 file to measure
-    the quality of quantised weights on. bits: maximum bits per weight of an int4 target, some of
-    whose matrices may have 8. cache_type: type of the cache rows, only for ONNX Runtime on the CPU;
-    None means `dtype`. max_gamma: 1 to 64. max_len: None means 2048, or the target's context if
-    that is shorter. cache: folder of finished models. force: make them again even if they are
-    there.
+    weights: None means "full", or int4 or int8 for a quantised checkpoint. draft_weights: see
+    `_default_draft_weights` for None. backend_runs: the kinds of weights that the backend runs, and
+    whether it runs encoder-decoders and recurrent states; anything else is refused before the
+    export. text: a UTF-8 file to measure the quality of quantised weights on. bits: maximum bits
+    per weight of an int4 target, some of whose matrices may have 8. cache_type: type of the cache
+    rows, only for ONNX Runtime on the CPU; None means `dtype`. max_gamma: 1 to 64. max_len: None
+    means 2048, or the target's context if that is shorter. cache: folder of finished models. force:
+    make them again even if they are there.
     """
 
     model: str
@@ -136,7 +130,7 @@ def _choose_weights(options: ExportOptions, models: Models) -> dict[str, str]:
     """Choose each model's kind of weights. Raises OutriderError "option", "backend"."""
     target, text, is_self_draft = models["target"], options.text, options.draft == "self"
     named = "" if options.bits is None else f"BITS={options.bits:g}"
-    kinds = {"target": options.weights or _default_weights(options, target)}
+    kinds = {"target": options.weights or _default_weights(target)}
     if "draft" in models:
         kinds["draft"] = options.draft_weights or _default_draft_weights(options, kinds["target"])
     refuse_first([
@@ -146,7 +140,7 @@ def _choose_weights(options: ExportOptions, models: Models) -> dict[str, str]:
         (text is not None and target.features,
          f"TEXT={text} is text, but {target.source} reads audio",
          "Leave TEXT out."),
-        (text is not None and {*kinds.values()} <= {*UNROUNDED},
+        (text is not None and {*kinds.values()} == {"full"},
          f"TEXT={text} is for measuring quantised weights, but no weights are quantised",
          "Set WEIGHTS, or leave TEXT out."),
         (named and kinds["target"] != "int4",
@@ -243,7 +237,6 @@ def _make_parts(
             role, models[role], options.dtype, lengths[role], capacity, options.max_gamma,
             form=options.form,
             weights=None if kind == "full" else cast(Weights, kind),
-            may_widen=(role, kind) == ("target", "16bit") and not options.weights,
             cache=options.cache_type,
             text=text_ids,
             bits=options.bits if role == "target" else None,
@@ -257,8 +250,8 @@ def _make_parts(
         try:
             parts["draft"] = make("draft", kinds["draft"])
         except OutriderError as error:
-            given = options.draft_weights or kinds["target"] not in UNROUNDED
-            if given or kinds["draft"] != "int8" or error.kind in ("option", "disk"):
+            given = options.draft_weights or (kinds["target"], kinds["draft"]) != ("full", "int8")
+            if given or error.kind in ("option", "disk"):
                 raise
             # Nobody asked for int8, so a draft that it breaks is not refused.
             parts["draft"] = make("draft", "full")
@@ -348,22 +341,17 @@ def _check_weights(options: ExportOptions, option: str, kind: str, instead: str)
     if kind == "fp8" and options.dtype == "float32":
         cause = f"{setting} is only for GPUs, and graphs of DTYPE={options.dtype} are for CPUs"
         raise OutriderError("option", cause, "Build with DTYPE=float16 or bfloat16.")
-    if kind == "16bit" and options.dtype != "float32":
-        cause = f"{setting} is for DTYPE=float32, and all weights of {options.dtype} have 16 bits"
-        raise OutriderError("option", cause, f"Build with {instead}, or DTYPE=float32.")
     if kind not in options.backend_runs:
         cause = f"{setting} is not supported by the backend with this DTYPE"
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
 
 
-def _default_weights(options: ExportOptions, target: Checkpoint) -> str:
-    """The default kind of weights: "full", on the CPU "16bit" for a checkpoint that is stored so,
-    or for a quantised checkpoint the smallest that loses next to nothing. That is 4 bits only if
-    they can hold its levels, otherwise 8."""
+def _default_weights(target: Checkpoint) -> str:
+    """The default kind of weights: "full", or for a quantised checkpoint the smallest that loses
+    next to nothing. That is 4 bits only if they can hold its levels, otherwise 8."""
     packed = target.packed
     if packed is None or packed.bits not in (4, 8):
-        runs = _is_for_cpu(options) and "16bit" in options.backend_runs and find_library()
-        return "16bit" if packed is None and runs and _has_16_bits(target) else "full"
+        return "full"
     if packed.bits == 8 or _fits_4_bits(packed, target.vocab_size):
         return f"int{packed.bits}"
     note(
@@ -374,31 +362,14 @@ def _default_weights(options: ExportOptions, target: Checkpoint) -> str:
 
 
 def _default_draft_weights(options: ExportOptions, target: str) -> str:
-    """The draft's default kind of weights: the target's. For a target on the CPU that is not
-    quantised it is int8, which costs a quarter: a draft decides how fast the output comes, not what
-    it is."""
+    """The draft's default kind of weights: the target's. For a full target on the CPU it is int8,
+    which costs a quarter: a draft decides how fast the output comes, not what it is."""
     if options.draft == "self":
         return "int4"
-    if target in UNROUNDED and _is_for_cpu(options) and "int8" in options.backend_runs:
+    for_cpu = options.form == "onnx" and options.dtype == "float32"
+    if target == "full" and for_cpu and "int8" in options.backend_runs:
         return "int8"
     return target
-
-
-def _is_for_cpu(options: ExportOptions) -> bool:
-    return options.form == "onnx" and options.dtype == "float32"
-
-
-def _has_16_bits(checkpoint: Checkpoint) -> bool:
-    """Whether most numbers of its safetensors files have 16 bits."""
-    counts = Counter[bool]()
-    with suppress(SafetensorError):  # of a damaged file, which `load` reports
-        for file in checkpoint.files:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "np") as tensors:
-                    for tensor in map(tensors.get_slice, tensors.keys()):
-                        is_half = tensor.get_dtype() in ("F16", "BF16")
-                        counts[is_half] += math.prod(tensor.get_shape())
-    return counts[True] > counts[False]
 
 
 def _fits_4_bits(packed: Packed, vocab_size: int) -> bool:

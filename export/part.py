@@ -23,7 +23,6 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.graphs import (
     HOST_FILE,
-    HOST_WEIGHTS_FILE,
     PART_FILE,
     Cache,
     Dtype,
@@ -57,6 +56,7 @@ from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.experts import QuantisedExperts, are_experts
 from .weights.feedback import load_rounding
+from .weights.halves import store_in_16_bits
 from .weights.layers import in_double, rounding_activations
 from .weights.quantising import Quantising
 from .weights.stored import load_as_stored
@@ -88,9 +88,8 @@ class PartRequest:
     role: "target" or "draft", as in progress lines. text: token ids to measure the quality of
     quantised weights on; if None, the model generates them. bits: maximum bits per weight of int4;
     None: see `quantise_model`. shares_encoder: whether the model reads the states of the target's
-    encoder. backend_runs_states: whether the backend runs models with recurrent states. may_widen:
-    whether weights of "16bit" may become full ones if that fails. The others are as in
-    `GraphFacts`.
+    encoder. backend_runs_states: whether the backend runs models with recurrent states. The others
+    are as in `GraphFacts`.
     """
 
     role: str
@@ -106,17 +105,11 @@ class PartRequest:
     bits: float | None = None
     shares_encoder: bool = False
     backend_runs_states: bool = True
-    may_widen: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
-
-    @property
-    def quantised(self) -> Weights | None:
-        """The kind of quantised weights; None if no weight is rounded."""
-        return None if self.weights == "16bit" else self.weights
 
     @property
     def exporter(self) -> Any:
@@ -146,8 +139,7 @@ class PartRequest:
                 "versions": versions(),
                 "format": self.form,
                 "weights": self.weights,
-                "may_widen": self.may_widen,
-                "text": self.text if self.quantised else None,  # matters only to quantised weights
+                "text": self.text if self.weights else None,  # it matters only to quantised weights
                 "bits": self.bits,
                 "cache": self.cache,
                 "shares": self.shares_encoder,
@@ -164,11 +156,8 @@ def make(request: PartRequest, folder: Path, force: bool = False) -> tuple[Path,
     weights need liboutrider and it is missing.
     """
     role, checkpoint = request.role, request.checkpoint
-    if request.weights == "int4" or (request.quantised and request.has_host_graph):
+    if request.weights == "int4" or (request.weights and request.has_host_graph):
         load_rounding()  # fail now, not after minutes of work
-    if request.weights == "16bit" and find_library() is None:
-        cause = "weights of 16 bits need liboutrider, which was not compiled"
-        raise OutriderError("backend", cause, "Run make plugins, or build with WEIGHTS=full.")
     with stage(role, "hash") as progress:
         key = request.key()
         part_folder = folder / key[:16]
@@ -217,18 +206,21 @@ class _Original:
 def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = request.role, request.checkpoint
     quantising = None
-    if request.quantised:
+    if request.weights:
         quantising = Quantising(
-            role, request.quantised, checkpoint, request.text, request.shares_encoder, request.bits
+            role, request.weights, checkpoint, request.text, request.shares_encoder, request.bits
         )
     with write_folder(folder, PART_FILE) as partial:
         original = _write_graphs(request, quantising, partial)
         release_memory()  # the comparison loads the weights again
         exact = _precise_reference(request, quantising, original.exact)
-        result, weights = _compare(request, original, exact, partial), request.weights
+        result = _compare(request, original, exact, partial)
         if request.has_host_graph:
             with stage(role, "for ONNX Runtime on the CPU") as progress:
-                weights, progress.note = _write_host_graph(request, original, exact, partial)
+                progress.note = write_checked(
+                    partial, original.reference, original.rounded, exact,
+                    request.capacity, request.cache,
+                )  # fmt: skip
         quality_facts = None
         if quantising:
             engine = partial / HOST_FILE if request.has_host_graph else None
@@ -252,7 +244,7 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
             files={path.name: file_facts(path) for path in sorted(partial.iterdir())},
             context=checkpoint.context,
             cache=request.cache,
-            weights=weights,
+            weights=request.weights,
             bits=request.bits,
             quality=quality_facts,
             encoder=_encoder_facts(request, shapes),
@@ -260,28 +252,6 @@ def _export(request: PartRequest, folder: Path, key: str) -> GraphFacts:
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
-
-
-def _write_host_graph(
-    request: PartRequest,
-    original: _Original,
-    exact: Callable[[], compare.Reference] | None,
-    folder: Path,
-) -> tuple[Weights | None, str]:
-    """Write the graph for the CPU; returns its kind of weights and a summary."""
-    write = functools.partial(
-        write_checked, folder, original.reference, original.rounded, exact, request.capacity,
-        request.cache,
-    )  # fmt: skip
-    if request.weights != "16bit":
-        return request.weights, write()
-    try:
-        return request.weights, write(halves=True)
-    except OutriderError as error:
-        if not request.may_widen:
-            raise
-        (folder / HOST_WEIGHTS_FILE).unlink(missing_ok=True)
-        return None, f"{write()}; full weights: {error.cause}"
 
 
 def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: Path) -> _Original:
@@ -322,6 +292,8 @@ def _write_graphs(request: PartRequest, quantising: Quantising | None, folder: P
     if request.form == "onnx":  # compilers of torch's graphs simplify them themselves
         with stage(role, "simplify") as progress:
             progress.note = _simplify(traced)
+            if request.has_host_graph and not quantising:
+                progress.note += store_in_16_bits(traced[0])
     with stage(role, "write") as progress:
         for i, each in enumerate(traced):
             request.exporter.save(each, folder, encoder=i > 0)
@@ -466,9 +438,7 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
     need = numbers * width // 8
-    if request.weights == "16bit":  # beside the graph in float32
-        need += numbers * 2
-    elif request.weights:
+    if request.weights:
         text = checkpoint.text_config
         # Dense, for ONNX's Gather.
         table = min(numbers, text.vocab_size * getattr(text, "hidden_size", 0))

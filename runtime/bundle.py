@@ -203,15 +203,11 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
         kind = runs_on[0]
     if kind not in runs_on:
         build = f"BACKEND={'onnxruntime' if kind == 'cpu' else 'tensorrt_rtx, on or for a GPU'}"
-        target, draft = manifest.pair.target, manifest.pair.draft
-        # By default a target keeps its 16 bits, and a draft is quantised.
-        full = {}
-        if target.weights == "16bit" and not (target.encoder or target.states):
-            full["target"] = "WEIGHTS=full"
-        if draft and not draft.states and draft.source != target.source:
-            full["draft"] = "DRAFT_WEIGHTS=full"
-        if only_on_cpu and {*only_on_cpu} <= full.keys():
-            build = " ".join(full[role] for role in only_on_cpu)
+        pair = manifest.pair
+        draft = pair.draft if only_on_cpu == ["draft"] else None
+        # By default the draft of a full target is quantised.
+        if draft and not draft.states and draft.source != pair.target.source:
+            build = "DRAFT_WEIGHTS=full"
         raise OutriderError(
             "option",
             f"device={device}: {folder} was compiled for "

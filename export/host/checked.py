@@ -21,33 +21,28 @@ def write_checked(
     exact: Callable[[], compare.Reference] | None,
     capacity: int,
     cache: Cache | None = None,
-    *,
-    halves: bool = False,
 ) -> str:
     """Write the graph for the CPU, and delete it again if it is not correct; returns a summary. A
     graph with quantised cache rows is accepted only if the one without them is correct, and if the
     rows change a logit by no more than `TOLERANCE`.
 
     original, exact: as in `compare.compare`. rounded: the original's logits with activations
-    rounded as by liboutrider; None if weights are not quantised. halves: keep weights in 16 bits
-    where that loses nothing. Raises OutriderError if the graph is not correct and the model cannot
-    run without it, and "checkpoint" if there are few such weights.
+    rounded as by liboutrider; None if weights are not quantised. Raises OutriderError if the graph
+    is not correct and the model cannot run without it.
     """
     check = partial(compare.compare, folder, original, "float32", file=HOST_FILE, rounded=rounded)
     try:
-        nodes, kept = lowering.write(folder, capacity, halves=halves)
+        nodes = lowering.write(folder, capacity)
         result = check(exact)
         if not result.passed:
             raise NotLowered(f"it would differ by {result.describe()}")
         if cache:
-            lowering.write(folder, capacity, cache, halves=halves)
-    except Exception as error:
-        if isinstance(error, OutriderError) and error.kind == "checkpoint":
-            raise
+            lowering.write(folder, capacity, cache)
+    except Exception as error:  # noqa: BLE001 - any error is reported
         if cache:
             cause = f"CACHE={cache} needs the graph for the CPU: {first_line(error)}"
             raise OutriderError("backend", cause, "Build without CACHE.") from None
-        if rounded is not None or halves:
+        if rounded is not None:
             raise OutriderError(
                 "difference",
                 f"the graph for the CPU is not correct: {first_line(error)}",
@@ -56,7 +51,7 @@ def write_checked(
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     measure = "8-bit activations change a logit by" if rounded is not None else "largest difference"
-    summary = f"{nodes:,} nodes, {measure} {result.describe()}{kept}"
+    summary = f"{nodes:,} nodes, {measure} {result.describe()}"
     if cache:
         rows = check(cache=cache)
         if not rows.passed:

@@ -28,6 +28,7 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
 from ..functions import recurrence
 from ..graph import write_model
+from ..weights import halves
 from ..weights.operators import (
     OWN_DOMAIN,
     constant,
@@ -38,25 +39,21 @@ from ..weights.operators import (
 )
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .experts import compute_only_chosen
-from .halves import store_in_16_bits
 from .observing import Observed, check_source_masks, observe
 
 DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 
-def write(
-    folder: Path, capacity: int, cache: Cache | None = None, *, halves: bool = False
-) -> tuple[int, str]:
-    """Write the graph beside graph.onnx. Returns its number of nodes, and what `store_in_16_bits`
-    returns.
+def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
+    """Write the graph beside graph.onnx, and return its number of nodes.
 
     capacity: rows of the longest sequence, which determine the size of the rotary tables. cache:
-    the type of the cache rows, if not that of graph.onnx. halves: store matrices in 16 bits where
-    that loses nothing. A graph with quantised rows, or with other weights than graph.onnx, gets its
-    own weights file. Raises NotLowered, and what `store_in_16_bits` raises.
+    the type of the cache rows, if not that of graph.onnx. A graph with quantised rows or weights
+    gets its own weights file. Raises NotLowered.
     """
     model = ir.load(folder / GRAPH_FILE)
-    quantised = use_own_operators(model) or halves
+    quantised = use_own_operators(model)
+    products = quantised + halves.use_own_operators(model)
     compute_only_chosen(model)
     try:
         layers, source_layers = layers_of(model)
@@ -68,11 +65,10 @@ def write(
             _replace_source_attention(model, source_layer)
         _replace_recurrent(model)
     except NotLowered:
-        if cache or not quantised:
+        if cache or not products:
             raise
     _fuse_sums(model)
     _fuse_transposed(model)
-    kept = store_in_16_bits(model) if halves else ""
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     model.graph.sort()
@@ -80,11 +76,11 @@ def write(
         model.graph.opset_imports[domain] = 1
     if cache or quantised:
         write_model(model, folder / HOST_FILE, HOST_WEIGHTS_FILE)
-        if (folder / ENCODER_FILE).exists() and not halves:
+        if (folder / ENCODER_FILE).exists():
             _rewrite_encoder(folder)
     else:
         ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
-    return len(model.graph), kept
+    return len(model.graph)
 
 
 def _rewrite_encoder(folder: Path) -> None:

@@ -109,8 +109,8 @@ class OrtEngine(HostEngine[Any]):
             reason = kernel.unavailable_reason()
             raise OutriderError(
                 "backend",
-                f"{folder} has weights of 16 bits or fewer, which need liboutrider: {reason}",
-                "Run make plugins, install a wheel that includes it, or build with WEIGHTS=full "
+                f"{folder} has quantised weights, which need liboutrider: {reason}",
+                "Run make plugins, install a wheel that includes it, or build with full weights "
                 "(DRAFT_WEIGHTS=full for a draft).",
             )
         # `host.open_rounds` logs a warning if the kernel is not available.

@@ -24,13 +24,13 @@ KINDS = ("manifest", "pair", "graph")
 PAIR_FILE, PART_FILE = "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
 HOST_FILE = "host.onnx"  # the CPU's graph, with the operators of plugins/onnxruntime
-HOST_WEIGHTS_FILE = "host.bin"  # its own weights, if they are quantised or have 16 bits
+HOST_WEIGHTS_FILE = "host.bin"  # its own weights, if they are quantised
 ENCODER_FILE = "encoder.onnx"  # its weights are in ENCODER_WEIGHTS_FILE, as those of a program
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 GAMMA_LIMIT = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
-Weights = Literal["int8", "int4", "fp8", "16bit"]
+Weights = Literal["int8", "int4", "fp8"]
 Cache = Literal["int8"]
 SCALE_BYTES = 4  # after the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
 
@@ -112,9 +112,8 @@ class GraphFacts:
     max_len: the longest sequence, in tokens, that the graph was made for, and the longest source;
         context: the longest that the checkpoint was made for, None if it does not specify one.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
-    weights: the type of quantised weights, or "16bit" if those that a checkpoint stores in 16 bits
-        are kept so; None if all are of `dtype`. bits: bits per weight requested for int4 (`BITS`);
-        None for the default.
+    weights: the type of quantised weights; None if all are of `dtype`. bits: bits per weight
+        requested for int4 (`BITS`); None for the default.
     max_difference: largest absolute difference of the logits from the original model's; None
         if the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was checked against.

@@ -73,7 +73,7 @@ NO_LEVEL = "OPT_LEVEL={} does not apply to the backend "
         ),
         (("--supports", "float16", "int4"), "backend", "not run WEIGHTS=int4 with DTYPE=float16"),
         ((*HALF, "full", "int8"), "backend", "not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
-        (("--supports", "float32", "fp8"), "backend", "Use WEIGHTS=full or int8 or int4 or 16bit"),
+        (("--supports", "float32", "fp8"), "backend", "Use WEIGHTS=full or int8 or int4, or"),
         ((*AOTI, "--supports", "float32", "int8"), "backend", "Use WEIGHTS=full, or"),
         (
             (*AOTI, "--supports", "float32", "--cache-type", "int8"), "backend",
@@ -107,7 +107,7 @@ def test_what_no_machine_builds(
     [
         (
             ("float32", "full", "int4", "--cache-type", "int8"),
-            "full int8 int4 16bit encoder-decoders recurrent-states",
+            "full int8 int4 encoder-decoders recurrent-states",
         ),
         (("float16",), "full"),
         (("float32", *AOTI), "full encoder-decoders"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ from exported import (
     UNTIED,
     Refused,
     eager,
-    edit_json,
     edit_weights,
     graph,
     nodes,
@@ -30,7 +28,7 @@ from exported import (
     type_of,
 )
 from rounds import cases
-from workshop import MAX_GAMMA, MAX_LEN, Workshop, traced_once
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 import export.fusion
 from engines.bundle import build
@@ -39,8 +37,9 @@ from export.pair import export as export_pair
 from runtime import load
 from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
-from runtime.files.graphs import HOST_FILE, HOST_WEIGHTS_FILE, read_pair
+from runtime.files.graphs import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.sampling import kernel
 
 
 @pytest.mark.parametrize(
@@ -155,14 +154,13 @@ def test_control_a_graph_that_crashes_onnx_runtime(
     assert not (tmp_path / "bundle").exists()
 
 
-# WEIGHTS=16bit
+# Weights that a checkpoint stores in 16 bits, in graphs of float32
 
 
 def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
     """A copy of the checkpoint whose numbers all have this type."""
     checkpoint = Path(shutil.copytree(source, folder))
     edit_weights(checkpoint, lambda w: w.update({k: v.to(dtype) for k, v in w.items()}))
-    edit_json(checkpoint / "config.json", dtype=str(dtype).removeprefix("torch."))
     return checkpoint
 
 
@@ -176,37 +174,35 @@ def logits(bundle: Path) -> npt.NDArray[np.float32]:
     ("name", "dtype"), [(TIED, torch.bfloat16), (UNTIED, torch.float16), ("gpt2", torch.bfloat16)]
 )
 def test_weights_of_16_bits_are_kept(
-    workshop: Workshop, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
-    """The logits are those of float32 weights up to the order of sums; a text is the same for every
-    gamma. The bundle has half of the bytes, and no other graph."""
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Both graphs compute with them, up to the order of sums; with liboutrider's products a text is
+    the same for every gamma."""
     source = stored_as(dtype, workshop.checkpoint(name, **SMALL), tmp_path / "checkpoint")
-    found = {}
-    for weights in ("full", "16bit"):
-        folder = tmp_path / weights
-        with traced_once():
-            export_pair(
-                str(source), None, folder / "graphs", cache=tmp_path / "cache", max_len=MAX_LEN,
-                max_gamma=MAX_GAMMA, weights=weights,
-            )  # fmt: skip
-        build(folder / "graphs", folder / "bundle", backend="onnxruntime", slots=1)
-        found[weights] = logits(folder / "bundle")
-    assert np.abs(found["full"] - found["16bit"]).max() < 1e-4 * np.abs(found["full"]).max()
-    kinds = nodes(tmp_path / "16bit" / "graphs", HOST_FILE)
+    export_pair(
+        str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=MAX_LEN,
+        max_gamma=MAX_GAMMA,
+    )  # fmt: skip
+    bundle = tmp_path / "bundle"
+    build(tmp_path / "graphs", bundle, backend="onnxruntime", slots=1)
+    kinds = nodes(tmp_path / "graphs", HOST_FILE)
     assert kinds["outrider.HalfMatMul"] >= 5 and kinds["outrider.HalfGather"] >= 1
     assert not kinds[".MatMul"] and not kinds["com.microsoft.FusedMatMul"]
-    target = tmp_path / "16bit" / "bundle" / "target"
-    files = {path.name: path.stat().st_size for path in target.iterdir()}
-    assert files.keys() == {HOST_FILE, HOST_WEIGHTS_FILE}
-    full = (tmp_path / "full/bundle/target" / WEIGHTS_FILE).stat().st_size
-    assert files[HOST_WEIGHTS_FILE] < 0.6 * full
-    with load(tmp_path / "16bit" / "bundle") as engine:
+    files = {path.name: path.stat().st_size for path in (bundle / "target").iterdir()}
+    assert files.keys() == {GRAPH_FILE, HOST_FILE, WEIGHTS_FILE}
+    assert files[WEIGHTS_FILE] < 2.4 * read_pair(tmp_path / "graphs").target.parameters
+    with load(bundle) as engine:
         texts = [
             engine.generate([5, 6, 7], max_new_tokens=12, ignore_eos=True, gamma=gamma, draft=draft)
             for gamma, draft in ((0, None), (4, "ngram"), (2, "random"))
         ]
         assert {"gamma", "draft"} <= {*engine.bits.same} and engine.bits.min_width == 1
     assert texts[1].token_ids == texts[2].token_ids == texts[0].token_ids
+    host = logits(bundle)
+    monkeypatch.setattr(kernel, "available", lambda: False)
+    (bundle / "target" / HOST_FILE).unlink()
+    assert np.abs(logits(bundle) - host).max() < 1e-4 * np.abs(host).max()
 
 
 def test_a_matrix_that_16_bits_cannot_hold_stays_as_it_is(
@@ -215,52 +211,7 @@ def test_a_matrix_that_16_bits_cannot_hold_stays_as_it_is(
     source = stored_as(torch.bfloat16, workshop.checkpoint(UNTIED, **SMALL), tmp_path / "model")
     changed = "model.layers.0.mlp.down_proj.weight"
     edit_weights(source, lambda w: w.update({changed: w[changed].float() + 1e-7}))
-    export_pair(
-        str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=MAX_LEN,
-        weights="16bit",
-    )  # fmt: skip
+    export_pair(str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=MAX_LEN)
     assert nodes(tmp_path / "graphs", HOST_FILE)[".MatMul"] == 1
     [share] = re.findall(r"(\d+)% of the weights in 16 bits", capsys.readouterr().err)
     assert 50 < int(share) < 100
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "kind"),
-    [
-        (UNTIED, torch.bfloat16, "16bit"),
-        (UNTIED, torch.float16, "16bit"),
-        (UNTIED, torch.float32, None),
-        ("mixtral", torch.bfloat16, None),  # experts have no such operator
-    ],
-)
-def test_16_bits_are_the_default_of_what_is_stored_so(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-    dtype: torch.dtype, kind: str | None,
-) -> None:  # fmt: skip
-    """Whatever the config says; and once found out, it is in the cache."""
-    source = stored_as(dtype, workshop.checkpoint(name, **SMALL), tmp_path / "model")
-    edit_json(source / "config.json", dtype="bfloat16" if kind is None else "float32")
-    options = {"cache": tmp_path / "cache", "max_len": MAX_LEN}
-    with traced_once():
-        made = [export_pair(str(source), None, tmp_path / "first", **options).target]
-    monkeypatch.setattr(export.graph, "trace", None)
-    made.append(export_pair(str(source), None, tmp_path / "second", **options).target)
-    assert made[0] == made[1] and made[0].weights == kind
-    assert made[0].has_host_weights == (kind is not None)
-
-
-def test_16_bits_are_refused_where_there_are_none(workshop: Workshop, tmp_path: Path) -> None:
-    source, cache = workshop.checkpoint(UNTIED, **SMALL), tmp_path / "cache"
-    refusals: list[tuple[dict[str, Any], str, str]] = [
-        ({}, "16 bits hold only 0% of the weights", "checkpoint"),
-        ({"dtype": "float16"}, "is for DTYPE=float32", "option"),
-        ({"form": "torch"}, "requires graphs in ONNX format", "option"),
-        ({"backend_runs": ("int8",)}, "is not supported by the backend", "backend"),
-        ({"bits": 5.0}, "BITS=5 requires WEIGHTS=int4", "option"),
-        ({"draft": "self", "draft_weights": "16bit"}, "hardly cheaper", "option"),
-    ]
-    for own, cause, kind in refusals:
-        options = {"draft": None, "max_len": MAX_LEN, "cache": cache, "weights": "16bit"} | own
-        with pytest.raises(OutriderError, match=cause) as error:
-            export_pair(str(source), out=tmp_path / "out", **options)
-        assert error.value.kind == kind and not (tmp_path / "out").exists()

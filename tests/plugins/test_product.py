@@ -12,8 +12,8 @@ import pytest
 from commands import CHECKOUT
 from operators import FLOAT, INT64, session_of, with_each_set
 
-from export.host.halves import Half, pack_halves
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
+from export.weights.halves import Half, pack_halves
 from export.weights.operators import pack_levels, pack_scales
 from runtime.sampling import kernel
 

@@ -114,9 +114,9 @@ def build_bundle(
 ) -> Path:
     """A pair's bundle, as `make engines` builds it, in `work`; built unless it exists.
 
-    precision: int8 or int4 for quantised weights in float32 graphs; "mixed" for a float32 target,
-    and 16bit for one whose weights are stored in 16 bits, with an int8 draft, the default of
-    `make engines`; or float32 for both. Raises OutriderError as `run_module` does.
+    precision: int8 or int4 for quantised weights in float32 graphs; "mixed" for a float32 target
+    with an int8 draft, the default of `make engines`; or float32 for both. Raises OutriderError as
+    `run_module` does.
     """
     folder, sources = bundle_sources(target, draft, work, max_len=max_len, precision=precision)
 

@@ -39,7 +39,6 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "text": {
         ("outrider", "float32"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "mixed"): ("draft",),  # a float32 target with an int8 draft
-        ("outrider", "16bit"): PLAIN_DRAFT_LOOKUP,
         ("outrider", "int8"): PLAIN_DRAFT,
         ("outrider", "int4"): ("plain", "draft", "auto", "lookup"),
         ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
@@ -60,14 +59,15 @@ MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("ctranslate2", "int8"): ("plain",),
     },
 }
-PRECISIONS = {  # Outrider's name, and the names in all systems
+PRECISIONS = {  # the option, and the names in all systems
     "float32": ("float32",),
     "mixed": ("mixed",),
-    "16bit": ("16bit", "bf16"),
+    "bf16": ("bf16",),
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
-DEFAULT_PRECISIONS = tuple(name for name in PRECISIONS if name != "16bit")  # of the grown pair
+# Of the grown pair, which is not stored in 16 bits.
+DEFAULT_PRECISIONS = tuple(name for name in PRECISIONS if name != "bf16")
 LONG_MODES = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens

@@ -155,8 +155,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="shape of the grown pair's target (default: smollm-135m)")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS,
         help="precision of the weights; peers use formats of as many bits; mixed is a float32 "
-        "target with an int8 draft, 16bit the weights of a --model that is stored so (default: all "
-        "but 16bit)")  # fmt: skip
+        "target with an int8 draft, bf16 llama.cpp's format for a --model stored in 16 bits, which "
+        "Outrider's float32 keeps (default: all but bf16)")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS,
         help="systems to measure (default: all)")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
