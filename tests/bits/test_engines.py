@@ -127,9 +127,9 @@ def test_a_bundle_of_your_own() -> None:
 
 
 class TestBundledPair:
-    """Trained models, which generate real text, with full and with quantised weights."""
+    """Trained models, which generate real text, with weights of every kind."""
 
-    @pytest.fixture(scope="class", params=[None, "int8", "int4"])
+    @pytest.fixture(scope="class", params=["full", "int8", "int4"])
     def sources(
         self,
         workshop: Workshop,
@@ -142,7 +142,7 @@ class TestBundledPair:
             measure=True,
             max_len=1536,
             weights=request.param,
-            draft_weights=request.param or "full",
+            draft_weights=request.param,
         )
         table = tmp_path_factory.mktemp("table") / "table.npz"
         texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]

@@ -144,12 +144,12 @@ def test_architectures(workshop: Workshop, name: str, weights: str | None) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("weights", ["full", "int8", "int4"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> None:
+def test_bundled_pair(workshop: Workshop, weights: str, threads: int) -> None:
     bundle = workshop.bundle(
         CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft",
-        measure=True, max_len=1536, weights=weights, draft_weights=weights or "full",
+        measure=True, max_len=1536, weights=weights, draft_weights=weights,
     )  # fmt: skip
     random = Random(threads)
     with pytest.raises(OutriderError, match=r"^memory: .*65536 slots need"):
