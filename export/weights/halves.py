@@ -54,13 +54,15 @@ def use_own_operators(model: ir.Model) -> int:
     products = 0
     for node in list(model.graph):
         found = _matrix_of(node)
-        matrix = _panels_of(model, *found[2:]) if found else None
-        if found is None or matrix is None:
+        if found is None:
             continue
         kind, x, weight, transposed = found
+        if (matrix := _panels_of(model, weight, transposed)) is None:
+            continue
         packed, dtype = matrix
         assert isinstance(weight.shape, ir.Shape)
-        rows, columns = weight.shape.numpy()[:: -1 if transposed else 1]
+        sizes = weight.shape.numpy()
+        rows, columns = sizes[::-1] if transposed else sizes
         attributes = {"rows": rows, "columns": columns, "dtype": dtype}
         new = ir.node(kind, [x, packed], attributes, domain=OWN_DOMAIN)
         if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
@@ -107,7 +109,7 @@ def _store(model: ir.Model, weight: ir.Value, transposed: bool) -> bool:
     tensor = weight.const_value
     assert tensor is not None
     sizes = tensor.shape.numpy()
-    if len(sizes) != 2 or 0 in sizes or (dtype := _half_type(tensor.numpy())) is None:
+    if 0 in sizes or (dtype := _half_type(tensor.numpy())) is None:
         return False
     type_ = _TYPES[dtype]
     rows, columns = sizes[::-1] if transposed else sizes
