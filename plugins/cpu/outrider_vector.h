@@ -33,6 +33,22 @@ INLINE void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
 // addition would stay before each broadcast.
 INLINE Vector splat(float x) { return x - Vector{}; }
 
+INLINE Vector from_bfloat16(const uint16_t* p) { // LANES numbers
+  // GCC 12 makes five instructions of a conversion of vectors, in place of one. About an undefined
+  // value in AVX-512's it warns unless that has a mask.
+#if defined(__AVX512F__)
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const Integers wide = reinterpret_cast<Integers>(_mm512_maskz_cvtepu16_epi32(0xFFFF, words));
+#elif defined(__AVX2__)
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const Integers wide = reinterpret_cast<Integers>(_mm256_cvtepu16_epi32(words));
+#else
+  typedef uint16_t Words __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  const Integers wide = __builtin_convertvector(*reinterpret_cast<const Words*>(p), Integers);
+#endif
+  return reinterpret_cast<Vector>(wide << 16);
+}
+
 INLINE Vector fused(Vector a, Vector b, Vector c) { // a b + c
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);

@@ -121,10 +121,7 @@ INLINE Vector widened(const uint16_t* from) {
 template <int DTYPE> INLINE Vector numbers(const void* from, int64_t i) {
   if constexpr (DTYPE == OUTRIDER_FLOAT32) return load(static_cast<const float*>(from) + i);
   const uint16_t* halves = static_cast<const uint16_t*>(from) + i;
-  if constexpr (DTYPE == OUTRIDER_FLOAT16) return widened(halves);
-  typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-  const Integers wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(halves), Integers);
-  return reinterpret_cast<Vector>(wide << 16);
+  return DTYPE == OUTRIDER_FLOAT16 ? widened(halves) : from_bfloat16(halves);
 }
 
 // Weights without scales, from input `begin` to `end`, of PANELS panels. between: how many numbers
