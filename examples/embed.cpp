@@ -17,7 +17,14 @@ int main(int count, char** words) {
     return 2;
   }
   std::vector<std::int64_t> prompt;
-  for (int i = 3; i < count; ++i) prompt.push_back(std::atoll(words[i]));
+  for (int i = 3; i < count; ++i) {
+    char* end = nullptr;
+    prompt.push_back(std::strtoll(words[i], &end, 10));
+    if (end == words[i] || *end != 0) {
+      std::fprintf(stderr, "error: %s is not a token id\n", words[i]);
+      return 2;
+    }
+  }
   try {
     outrider::Config config;
     config.folder = words[1];

@@ -396,12 +396,17 @@ def _smallest_vocab_size(models: Models) -> int:
 
 
 def _note_ignored_settings(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
-    if defaults := vocabulary.sampling_defaults(target):
-        settings = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        note(
-            f"the generation config sets {settings}, which the bundle does not keep: pass the ones "
-            "you want when generating"
-        )
+    defaults = vocabulary.sampling_defaults(target)
+    for names, consequence in (
+        (defaults.keys() & vocabulary.REQUEST_FIELDS, "pass the ones you want when generating"),
+        (defaults.keys() - vocabulary.REQUEST_FIELDS, "there are no such options"),
+    ):
+        if names:
+            settings = ", ".join(f"{name}={defaults[name]}" for name in defaults if name in names)
+            note(
+                f"the generation config sets {settings}, which the bundle does not keep: "
+                f"{consequence}"
+            )
     if tokenizer.split_special_tokens:
         note(
             "the tokenizer treats special tokens in a prompt as text: pass special_tokens=text for "

@@ -233,6 +233,15 @@ _ABSENT_UNLESS_USED = (
 )  # fmt: skip
 
 
+# Fields that a request can set, under the same name or another.
+REQUEST_FIELDS = {
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams",
+    "length_penalty", "max_new_tokens", "max_length", "stop_strings", "return_timestamps",
+    "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold",
+    "no_speech_threshold",
+}  # fmt: skip
+
+
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """Fields of the generation config that affect `generate` but are not kept in a bundle."""
     generation = _generation(checkpoint)

@@ -105,14 +105,15 @@ class OrtEngine(HostEngine[Any]):
     default_min_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        if facts.has_host_weights and not kernel.available():
-            reason = kernel.unavailable_reason()
-            raise OutriderError(
-                "backend",
-                f"{folder} has quantised weights, which need liboutrider: {reason}",
-                "Run make plugins, install a wheel that includes it, or build with full weights "
-                "(DRAFT_WEIGHTS=full for a draft).",
-            )
+        if facts.has_host_weights:
+            try:
+                kernel.load()
+            except OutriderError as error:
+                raise OutriderError(
+                    "backend",
+                    f"{folder} has quantised weights, which need liboutrider: {error.cause}",
+                    f"{error.remedy} Or build with full weights (DRAFT_WEIGHTS=full for a draft).",
+                ) from None
         # `host.open_rounds` logs a warning if the kernel is not available.
         use_host_graph = facts.has_host_weights or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if use_host_graph else GRAPH_FILE)

@@ -74,7 +74,14 @@ class TextEngine:
 
     @property
     def decoder(self) -> Decoder:
-        """Raises OutriderError "bundle" once the engine is closed."""
+        """Raises OutriderError "bundle" once the engine is closed, and in a forked process, in
+        which the threads that may hold its locks do not exist."""
+        if os.getpid() != self._process:
+            raise OutriderError(
+                "bundle",
+                "the engine belongs to the process that loaded it, of which this is a fork",
+                "Load the bundle in this process.",
+            )
         if self._decoder is None:
             raise OutriderError("bundle", "the engine is closed", "Load the bundle again.")
         return self._decoder

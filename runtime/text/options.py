@@ -122,7 +122,7 @@ class Options:
     def updated(self, given: Mapping[str, Any]) -> Options:
         """A copy with the fields of a JSON object, whose keys are strings. Raises OutriderError
         "option", also for an unknown name."""
-        if unknown := unknown_option(given):
+        if unknown := unknown_option(given, without="processors"):
             raise OutriderError("option", *unknown)
         changed = replace(self, **given)
         if isinstance(bias := changed.logit_bias, Mapping):
@@ -185,10 +185,12 @@ class Options:
         ]
 
 
-def unknown_option(given: Iterable[str], others: Iterable[str] = ()) -> tuple[str, str] | None:
-    """Cause and remedy for the first name that is neither a field of `Options` nor among others;
-    None if there is none."""
-    known = [*(field.name for field in fields(Options)), *others]
+def unknown_option(
+    given: Iterable[str], others: Iterable[str] = (), *, without: str = ""
+) -> tuple[str, str] | None:
+    """Cause and remedy for the first name that is neither a field of `Options`, except one, nor
+    among others; None if there is none."""
+    known = [*(field.name for field in fields(Options) if field.name != without), *others]
     for name in given:
         if name not in known:
             nearest = get_close_matches(str(name), known, 1)

@@ -528,6 +528,16 @@ def test_what_of_the_tokenizer_is_not_kept_is_said(
     assert "spaces before punctuation" in capsys.readouterr().err
 
 
+def test_settings_that_are_not_kept_are_said(
+    copy: Path, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that a request can set apart from those that nothing can."""
+    _json("generation_config.json", top_p=0.5, typical_p=0.5, stop_strings=["x"])(copy)
+    err = run_export(capsys, tmp_path, copy)[1]
+    assert "sets top_p=0.5, stop_strings=['x'], which the bundle does not keep: pass the" in err
+    assert "sets typical_p=0.5, which the bundle does not keep: there are no such options" in err
+
+
 def test_tokens_without_an_embedding_are_said(
     workshop: Workshop, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -274,6 +274,15 @@ def test_a_forked_process_ends(llama_bundle: Path, begin: str, what: str) -> Non
     subprocess.run(command, cwd=CHECKOUT, check=True)
 
 
+def test_a_fork_cannot_use_its_parents_engine(llama_bundle: Path) -> None:
+    """Fault: while the parent was generating, the fork waited forever."""
+    generate = "engine.generate([5], max_new_tokens=1)"
+    program = GENERATE_AT_EXIT + FORK.format(generate)
+    command = [sys.executable, "-c", program, str(llama_bundle)]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert "the engine belongs to the process that loaded it" in done.stderr
+
+
 CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
 
 
