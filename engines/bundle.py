@@ -13,7 +13,15 @@ from typing import get_args
 from runtime.files import records
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import finalize_file, place_file, replacing, write_folder
-from runtime.files.graphs import EXPORT_REMEDY, Pair, Weights, file_facts, read_pair, verify_files
+from runtime.files.graphs import (
+    EXPORT_REMEDY,
+    HOST_FILE,
+    Pair,
+    Weights,
+    file_facts,
+    read_pair,
+    verify_files,
+)
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
@@ -247,6 +255,8 @@ def memory_plan(
         role = name.partition("/")[0]
         if role in plan:
             plan[role] += file.size
+    for role, facts in pair.models():
+        plan[role] = facts.loaded_bytes(plan[role], portable=HOST_FILE not in facts.files)
     plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots, gpu=_on_gpu(targets))
     return plan

@@ -437,7 +437,8 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     # A graph holds the checkpoint's weights; at worst 16-bit ones become 32-bit ones.
     stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
-    need = numbers * width // 8
+    keeps_16_bits = request.has_host_graph and not checkpoint.has_encoder  # but for experts
+    need = sizes if keeps_16_bits else numbers * width // 8
     if request.weights:
         text = checkpoint.text_config
         # Dense, for ONNX's Gather.

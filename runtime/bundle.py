@@ -23,11 +23,12 @@ from .files.errors import (
     refuse_first,
     shown_value,
 )
-from .files.graphs import TEMPLATE_FILE, TOKENIZER_FILE
+from .files.graphs import HOST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from .files.machine import host_memory
 from .files.manifest import FIRST_ROWS, MANIFEST_FILE, Manifest, read_bundle, verify_hashes
 from .files.progress import size_text
 from .files.records import convert_read_errors
+from .sampling import kernel
 from .sequence import Rounds
 from .text.chat import read_template
 from .text.engine import TextEngine
@@ -100,7 +101,7 @@ def load(
         )
         slots = check_slots(loaded, slots, gpu=gpu)
         tokenizer = _tokenizer(manifest, folder, template)
-        memory = _memory(loaded, slots)
+        memory = _memory(loaded, slots, gpu=gpu)
         # A GPU's libraries choose kernels by width, which has not been measured.
         bits = Bits() if gpu else _bits(manifest, slots, plain_width)
         rounds: Rounds
@@ -318,11 +319,13 @@ def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
     return promised_bits(manifest, slots, min_width, next(others, ""), plain_width)
 
 
-def _memory(manifest: Manifest, slots: int) -> dict[str, int]:
+def _memory(manifest: Manifest, slots: int, *, gpu: bool) -> dict[str, int]:
     """Bytes of each model's weights and of all slots' caches."""
     memory = {}
     for role, facts in manifest.pair.models():
         names = manifest.weight_files(role)
-        memory[role] = sum(manifest.files[f"{role}/{name}"].size for name in names)
+        stored = sum(manifest.files[f"{role}/{name}"].size for name in names)
+        portable = gpu or HOST_FILE not in facts.files or not kernel.available()
+        memory[role] = facts.loaded_bytes(stored, portable=portable)
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from ..functions.attention import is_own
 from ..weights.operators import find_producer, is_transpose
 
+WIDEST_HEAD = 512  # OUTRIDER_ATTENTION_WIDTH
 _SWAPPED_AXES = (0, 2, 1, 3)  # between [B, N, H, D] and [B, H, N, D]
 
 
@@ -55,6 +56,8 @@ def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
     nodes = [node for node in model.graph if node.op_type == "Attention" or is_own(node)]
     if not nodes:
         raise NotLowered("it has no Attention operator")
+    if max(size(rows, 3) for node in nodes for rows in node.inputs[1:3]) > WIDEST_HEAD:
+        raise NotLowered(f"its heads are wider than {WIDEST_HEAD}")
     inputs = set(model.graph.inputs)
     of_source = [node for node in nodes if node.inputs[1] in inputs]
     return (

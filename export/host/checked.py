@@ -32,7 +32,7 @@ def write_checked(
     """
     check = partial(compare.compare, folder, original, "float32", file=HOST_FILE, rounded=rounded)
     try:
-        nodes = lowering.write(folder, capacity)
+        summary = lowering.write(folder, capacity)
         result = check(exact)
         if not result.passed:
             raise NotLowered(f"it would differ by {result.describe()}")
@@ -51,7 +51,7 @@ def write_checked(
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     measure = "8-bit activations change a logit by" if rounded is not None else "largest difference"
-    summary = f"{nodes:,} nodes, {measure} {result.describe()}"
+    summary += f", {measure} {result.describe()}"
     if cache:
         rows = check(cache=cache)
         if not rows.passed:

@@ -44,8 +44,9 @@ from .observing import Observed, check_source_masks, observe
 DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 
-def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
-    """Write the graph beside graph.onnx, and return its number of nodes.
+def write(folder: Path, capacity: int, cache: Cache | None = None) -> str:
+    """Write the graph beside graph.onnx; returns a summary, with the reason if attention stays as
+    it is there.
 
     capacity: rows of the longest sequence, which determine the size of the rotary tables. cache:
     the type of the cache rows, if not that of graph.onnx. A graph with quantised rows or weights
@@ -64,9 +65,11 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
         for source_layer in source_layers:
             _replace_source_attention(model, source_layer)
         _replace_recurrent(model)
-    except NotLowered:
+        kept = ""
+    except NotLowered as reason:
         if cache or not products:
             raise
+        kept = f", ONNX Runtime's attention ({reason})"
     _fuse_sums(model)
     _fuse_transposed(model)
     RemoveUnusedNodesPass()(model)
@@ -80,7 +83,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
             _rewrite_encoder(folder)
     else:
         ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
-    return len(model.graph)
+    return f"{len(model.graph):,} nodes{kept}"
 
 
 def _rewrite_encoder(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Matrices of 16 bits: float32 weights whose values are all float16 or bfloat16 numbers, such as
 those of a checkpoint that is stored in 16 bits. Nothing is rounded.
 
-In graph.onnx they are in the layout of liboutrider's products, and Cast, Transpose and Reshape make
+In graph.onnx they are in the layout of liboutrider's products, and Transpose, Reshape and Cast make
 them float32, once, when a backend loads the graph. host.onnx multiplies by the same numbers.
 """
 
@@ -45,7 +45,7 @@ def store_in_16_bits(model: ir.Model) -> str:
         if len(layouts[weight]) == 1 and _store(model, weight, *layouts[weight]):
             stored += _size(weight)
             del model.graph.initializers[str(weight.name)]
-    return f", {stored / total:.0%} of the weights in 16 bits" if stored else ""
+    return f", {stored / total:.0%} of its weights in 16 bits" if stored else ""
 
 
 def use_own_operators(model: ir.Model) -> int:
@@ -124,11 +124,9 @@ def _store(model: ir.Model, weight: ir.Value, transposed: bool) -> bool:
     stored = initializer(model, ir.LazyTensor(pack, dtype=type_, shape=shape, name=name))
     whole = [columns, panels * PANEL] if transposed else [panels * PANEL, columns]
     whole_shape = constant(model, f"{weight.name}.shape", np.array(whole, np.int64))
+    perm = _UNPACK_TRANSPOSED if transposed else _UNPACK
     nodes = [
-        cast := ir.node("Cast", [stored], {"to": ir.DataType.FLOAT}),
-        turned := ir.node(
-            "Transpose", cast.outputs, {"perm": _UNPACK_TRANSPOSED if transposed else _UNPACK}
-        ),
+        turned := ir.node("Transpose", [stored], {"perm": perm}),
         ir.node("Reshape", [turned.outputs[0], whole_shape]),
     ]
     if rows % PANEL:
@@ -138,6 +136,8 @@ def _store(model: ir.Model, weight: ir.Value, transposed: bool) -> bool:
             for what, number in ends
         ]
         nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *inputs]))
+    # Last, as the others then move half of the bytes.
+    nodes.append(ir.node("Cast", [nodes[-1].outputs[0]], {"to": ir.DataType.FLOAT}))
     model.graph.insert_before(model.graph[0], nodes)
     made = nodes[-1].outputs[0]
     made.shape, made.type = weight.shape, weight.type
@@ -148,11 +148,11 @@ def _store(model: ir.Model, weight: ir.Value, transposed: bool) -> bool:
 def _panels_of(model: ir.Model, matrix: ir.Value, transposed: bool) -> tuple[ir.Value, Half] | None:
     """The panels that a matrix is made of, as the operators read them, and their type; None if it
     is made otherwise."""
-    turned = find_producer(matrix, "Transpose", "Slice", "Reshape")
-    cast = find_producer(turned.inputs[0], "Cast") if turned is not None else None
-    if cast is None or not is_transpose(turned, *(_UNPACK_TRANSPOSED if transposed else _UNPACK)):
+    turned = find_producer(matrix, "Transpose", "Cast", "Slice", "Reshape")
+    if not is_transpose(turned, *(_UNPACK_TRANSPOSED if transposed else _UNPACK)):
         return None
-    value = cast.inputs[0]
+    assert turned is not None
+    value = turned.inputs[0]
     tensor = value.const_value if value is not None else None
     dtypes = [half for half, type_ in _TYPES.items() if tensor and tensor.dtype == type_]
     if tensor is None or not dtypes:

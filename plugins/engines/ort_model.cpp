@@ -107,6 +107,9 @@ Model::Model(const Library& library, const std::string& file, const std::string&
   library.check(call<SetThreads>(api, made, threads), what);
   // Two models share the cores: the idle one's threads must not busy-wait on them.
   library.check(call<SetEntry>(api, made, "session.force_spinning_stop", "1"), what);
+  // See open_session in runtime/backends/onnxruntime.py.
+  library.check(
+      call<SetEntry>(api, made, "optimization.constant_folding_max_output_size_in_bytes", "0"), what);
   if (dtype == "float16") // see ORT_LEFT_OUT in runtime/files/manifest.py
     library.check(call<SetEntry>(api, made, "optimization.disable_specified_optimizers",
                                  "MatmulTransposeFusion"), what);

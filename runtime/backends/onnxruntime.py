@@ -24,6 +24,7 @@ from .device import DeviceCall, PreparedEngine, Tensor
 from .engine import Ids, Logits
 from .host import HostEngine
 
+FOLD_ANY_SIZE = "optimization.constant_folding_max_output_size_in_bytes"
 PROVIDER = "CUDAExecutionProvider"
 UPGRADE_REMEDY = "Install onnxruntime-gpu 1.25 or newer in place of onnxruntime."
 LIBRARIES_REMEDY = (
@@ -50,6 +51,8 @@ def open_session(
     # Two models share the cores: the idle one's threads must not spin on them.
     for name, value in {"force_spinning_stop": "1", **entries}.items():
         options.add_session_config_entry(f"session.{name}", value)
+    # By default it would make a matrix of 16 bits with over 2^28 numbers float32 in every call.
+    options.add_session_config_entry(FOLD_ANY_SIZE, "0")
     try:
         if file.name != GRAPH_FILE and kernel.available():
             add_operators(options)

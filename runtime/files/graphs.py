@@ -161,6 +161,12 @@ class GraphFacts:
     def format(self) -> Format:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
+    def loaded_bytes(self, stored: int, *, portable: bool) -> int:
+        """Bytes of memory for weights whose files have `stored` bytes. portable: whether graph.onnx
+        runs, which makes those of 16 bits float32."""
+        widened = portable and self.dtype == "float32" and self.weights is None
+        return max(stored, 4 * self.parameters) if widened else stored
+
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
         """Bytes of the caches. rows: per slot, and per source; None for the capacity."""
         shapes = [*self.key_shapes, *self.value_shapes]

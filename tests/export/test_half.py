@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, SMALL, WITH_ENCODER
@@ -34,10 +37,14 @@ import export.fusion
 from engines.bundle import build
 from export import compare
 from export.pair import export as export_pair
+from export.weights import halves
+from export.weights.blocks import row_slices
+from export.weights.operators import OWN_DOMAIN
 from runtime import load
 from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
 from runtime.files.graphs import GRAPH_FILE, HOST_FILE, read_pair
+from runtime.files.library import add_operators
 from runtime.files.torch_files import WEIGHTS_FILE
 from runtime.sampling import kernel
 
@@ -156,6 +163,76 @@ def test_control_a_graph_that_crashes_onnx_runtime(
 
 # Weights that a checkpoint stores in 16 bits, in graphs of float32
 
+N, K = 24, 20
+WEIGHT = torch.randn(N, K, generator=torch.manual_seed(0)).bfloat16().float().numpy()
+PRODUCT, LOOKUP = {"outrider.HalfMatMul"}, {"outrider.HalfGather"}
+
+
+def rounded_but_one(row: int) -> npt.NDArray[np.float32]:
+    weight = WEIGHT.copy()
+    weight[row, -1] = 1 + 2**-20
+    return weight
+
+
+# What computes y from x and ids with a matrix w, and the operators that replace it.
+GRAPHS: dict[str, tuple[str, npt.NDArray[Any], set[str]]] = {
+    "product": ("y = MatMul (x, w)", WEIGHT, PRODUCT),
+    "float16": ("y = MatMul (x, w)", (WEIGHT / 1000).astype(np.float16), PRODUCT),
+    "linear": ("y = Gemm <transB = 1> (x, w, b)", WEIGHT, PRODUCT),
+    "lookup": ("y = Gather (w, ids)", WEIGHT, LOOKUP),
+    "tied": (
+        "z = Gather (w, ids) t = Transpose <perm = [1, 0]> (w) y = MatMul (z, t)",
+        WEIGHT, PRODUCT | LOOKUP,
+    ),
+    "in two layouts": ("z = Gather (w, ids) y = MatMul (z, w)", WEIGHT[:K], set()),
+    "scaled": ("y = Gemm <alpha = 2.0> (x, w)", WEIGHT, set()),
+    "x transposed": ("y = Gemm <transA = 1> (x, w)", WEIGHT[:3], set()),
+    "lookup of columns": ("y = Gather <axis = 1> (w, ids)", WEIGHT, set()),
+    "ids of 32 bits": ("i = Cast <to = 6> (ids) y = Gather (w, i)", WEIGHT, set()),
+    "three dimensions": ("y = MatMul (x, w)", WEIGHT[None], set()),
+    "empty": ("y = MatMul (x, w)", WEIGHT[:0], set()),
+    "24 bits first": ("y = MatMul (x, w)", rounded_but_one(0), set()),
+    "24 bits last": ("y = MatMul (x, w)", rounded_but_one(N - 1), set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_matrices_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Both graphs compute what the original does, from the same bytes."""
+    monkeypatch.setattr("export.weights.halves.row_slices", partial(row_slices, numbers=K))
+    text, weight, expected = GRAPHS[name]
+    weight = weight.astype(np.float32)
+    size = weight.shape[-1 if "transB" in text else -2]
+    parsed = onnx.parser.parse_graph(
+        f"g (float[3, {size}] x, int64[2] ids) => (float[1] y) {{ {text} }}"
+    )
+    parsed.output[0].type.tensor_type.ClearField("shape")
+    for known, value in (("w", weight), ("b", np.float32([1] * N))):
+        parsed.initializer.append(onnx.numpy_helper.from_array(value, known))
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(OWN_DOMAIN, 1)]
+    made = onnx.helper.make_model(parsed, opset_imports=opsets, ir_version=10)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(made))
+    x = np.random.default_rng(1).normal(size=(3, size)).astype(np.float32)
+
+    def y(file: str) -> npt.NDArray[np.float32]:
+        options = ort.SessionOptions()
+        add_operators(options)
+        session = ort.InferenceSession(str(tmp_path / file), options)
+        return np.asarray(session.run(None, {"x": x, "ids": np.array([1, 0])})[0])
+
+    ir.save(model, tmp_path / "original.onnx")
+    halves.store_in_16_bits(model)
+    ir.save(model, tmp_path / "graph.onnx", external_data="w")
+    host = ir.load(tmp_path / "graph.onnx")
+    halves.use_own_operators(host)
+    host.graph.sort()
+    ir.save(host, tmp_path / "host.onnx")
+    assert {f"{node.domain}.{node.op_type}" for node in host.graph if node.domain} == expected
+    assert (y("graph.onnx") == y("original.onnx")).all()
+    assert np.allclose(y("host.onnx"), y("original.onnx"), atol=1e-5)
+    words = [value.const_value for key, value in host.graph.initializers.items() if "words" in key]
+    assert len(words) == bool(expected) and all(isinstance(w, ir.ExternalTensor) for w in words)
+
 
 def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
     """A copy of the checkpoint whose numbers all have this type."""
@@ -191,16 +268,20 @@ def test_weights_of_16_bits_are_kept(
     assert not kinds[".MatMul"] and not kinds["com.microsoft.FusedMatMul"]
     files = {path.name: path.stat().st_size for path in (bundle / "target").iterdir()}
     assert files.keys() == {GRAPH_FILE, HOST_FILE, WEIGHTS_FILE}
-    assert files[WEIGHTS_FILE] < 2.4 * read_pair(tmp_path / "graphs").target.parameters
+    parameters = read_pair(tmp_path / "graphs").target.parameters
+    assert files[WEIGHTS_FILE] < 2.4 * parameters
     with load(bundle) as engine:
         texts = [
             engine.generate([5, 6, 7], max_new_tokens=12, ignore_eos=True, gamma=gamma, draft=draft)
             for gamma, draft in ((0, None), (4, "ngram"), (2, "random"))
         ]
         assert {"gamma", "draft"} <= {*engine.bits.same} and engine.bits.min_width == 1
+        assert engine.memory["target"] == files[WEIGHTS_FILE]
     assert texts[1].token_ids == texts[2].token_ids == texts[0].token_ids
     host = logits(bundle)
     monkeypatch.setattr(kernel, "available", lambda: False)
+    with load(bundle) as engine:
+        assert engine.memory["target"] == 4 * parameters
     (bundle / "target" / HOST_FILE).unlink()
     assert np.abs(logits(bundle) - host).max() < 1e-4 * np.abs(host).max()
 
@@ -213,5 +294,5 @@ def test_a_matrix_that_16_bits_cannot_hold_stays_as_it_is(
     edit_weights(source, lambda w: w.update({changed: w[changed].float() + 1e-7}))
     export_pair(str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=MAX_LEN)
     assert nodes(tmp_path / "graphs", HOST_FILE)[".MatMul"] == 1
-    [share] = re.findall(r"(\d+)% of the weights in 16 bits", capsys.readouterr().err)
+    [share] = re.findall(r"(\d+)% of its weights in 16 bits", capsys.readouterr().err)
     assert 50 < int(share) < 100

@@ -23,6 +23,7 @@ from export.host import attention, lowering, observing
 from export.host.attention import NotLowered
 from export.host.checked import write_checked
 from export.host.observing import BIAS_PADDING
+from export.pair import export as export_pair
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
@@ -80,6 +81,18 @@ def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop) -> No
     folder = workshop.graphs(workshop.checkpoint("llama", **TOO_WIDE))
     assert not (folder / "target" / HOST_FILE).exists()
     assert HOST_FILE not in read_pair(folder).target.files
+
+
+def test_attention_that_stays_is_said(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Products with weights of 16 bits are replaced all the same."""
+    source = Path(shutil.copytree(workshop.checkpoint("llama", **TOO_WIDE), tmp_path / "model"))
+    edit_weights(source, lambda w: w.update({k: v.bfloat16() for k, v in w.items()}))
+    export_pair(str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=64)
+    assert nodes(tmp_path / "graphs", HOST_FILE)["outrider.HalfMatMul"]
+    said = "ONNX Runtime's attention (its heads are wider than 512)"
+    assert said in capsys.readouterr().err
 
 
 def engine(folder: Path, *, host: bool = True, slots: int = 1, threads: int = 1) -> OrtEngine:
