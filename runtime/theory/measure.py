@@ -125,4 +125,7 @@ def format_report(findings: Findings, prompts: int, temperature: float, tokens: 
         ]
     else:
         lines.append("use --gamma 0: no draft length gains anything here")
+    if min(verify) < 0.9:
+        lines.append("note: a verification cannot take less time than a plain step: other programs "
+                     "disturbed the times; measure again")  # fmt: skip
     return "\n".join(lines)

@@ -72,6 +72,10 @@ def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine()
     text = page.render("x", {}, findings_text(costly), costly)
     assert "use --gamma 0: no draft length gains" in text and "0.30 seconds" in text
     assert "seconds for a core" not in page.render("x", {}, findings_text(m), m)
+    impossible = replace(m.findings.costs, verify=(1.0, 0.65, 1.3))
+    found = replace(m.findings, costs=impossible)
+    assert "other programs disturbed the times" in format_report(found, 1, 0.0, 12)
+    assert "disturbed" not in findings_text(m)
 
 
 def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
