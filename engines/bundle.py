@@ -256,7 +256,8 @@ def memory_plan(
         if role in plan:
             plan[role] += file.size
     for role, facts in pair.models():
-        plan[role] = facts.loaded_bytes(plan[role], portable=HOST_FILE not in facts.files)
+        portable = _on_gpu(targets) or HOST_FILE not in facts.files
+        plan[role] = facts.loaded_bytes(plan[role], portable=portable)
     plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots, gpu=_on_gpu(targets))
     return plan

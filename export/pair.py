@@ -396,10 +396,10 @@ def _smallest_vocab_size(models: Models) -> int:
 
 
 def _note_ignored_settings(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
-    defaults = vocabulary.sampling_defaults(target)
+    defaults, options = vocabulary.sampling_defaults(target), vocabulary.request_fields(target)
     for names, consequence in (
-        (defaults.keys() & vocabulary.REQUEST_FIELDS, "pass the ones you want when generating"),
-        (defaults.keys() - vocabulary.REQUEST_FIELDS, "there are no such options"),
+        (defaults.keys() & options, "pass the ones you want when generating"),
+        (defaults.keys() - options, "no option has one of these names"),
     ):
         if names:
             settings = ", ".join(f"{name}={defaults[name]}" for name in defaults if name in names)

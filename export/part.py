@@ -434,13 +434,17 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = request.checkpoint
     sizes = sum(path.stat().st_size for path in checkpoint.files)
-    # A graph holds the checkpoint's weights; at worst 16-bit ones become 32-bit ones.
+    # A graph holds the checkpoint's weights; at worst 16-bit ones become 32-bit ones. On the CPU
+    # dense ones do not.
+    text = checkpoint.text_config
     stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
-    keeps_16_bits = request.has_host_graph and not checkpoint.has_encoder  # but for experts
-    need = sizes if keeps_16_bits else numbers * width // 8
+    experts = any(value for name, value in vars(text).items() if "experts" in name)
+    if request.has_host_graph and not (checkpoint.packed or checkpoint.has_encoder or experts):
+        need = sizes
+    else:
+        need = numbers * width // 8
     if request.weights:
-        text = checkpoint.text_config
         # Dense, for ONNX's Gather.
         table = min(numbers, text.vocab_size * getattr(text, "hidden_size", 0))
         bits_per_number = 4 if request.weights == "int4" else 8

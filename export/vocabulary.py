@@ -233,13 +233,18 @@ _ABSENT_UNLESS_USED = (
 )  # fmt: skip
 
 
-# Fields that a request can set, under the same name or another.
-REQUEST_FIELDS = {
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams",
-    "length_penalty", "max_new_tokens", "max_length", "stop_strings", "return_timestamps",
-    "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold",
-    "no_speech_threshold",
+# Fields that a request can set, under the same name or another; and only one for text.
+_REQUEST_FIELDS = {
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens",
+    "max_length", "return_timestamps", "condition_on_prev_tokens", "compression_ratio_threshold",
+    "logprob_threshold", "no_speech_threshold",
 }  # fmt: skip
+_TEXT_FIELDS = {"num_beams", "length_penalty", "stop_strings"}
+
+
+def request_fields(checkpoint: Checkpoint) -> set[str]:
+    """The fields of a generation config that have an option."""
+    return _REQUEST_FIELDS if checkpoint.features else _REQUEST_FIELDS | _TEXT_FIELDS
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:

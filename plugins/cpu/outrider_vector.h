@@ -39,7 +39,7 @@ INLINE Vector from_bfloat16(const uint16_t* p) { // LANES numbers
 #if defined(__AVX512F__)
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const Integers wide = reinterpret_cast<Integers>(_mm512_maskz_cvtepu16_epi32(0xFFFF, words));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
   const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   const Integers wide = reinterpret_cast<Integers>(_mm256_cvtepu16_epi32(words));
 #else

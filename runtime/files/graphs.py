@@ -164,8 +164,11 @@ class GraphFacts:
     def loaded_bytes(self, stored: int, *, portable: bool) -> int:
         """Bytes of memory for weights whose files have `stored` bytes. portable: whether graph.onnx
         runs, which makes those of 16 bits float32."""
-        widened = portable and self.dtype == "float32" and self.weights is None
-        return max(stored, 4 * self.parameters) if widened else stored
+        if not portable or self.format != "onnx" or self.dtype != "float32" or self.weights:
+            return stored
+        # The parameters of a draft that shares the target's encoder include that.
+        shares = self.encoder is not None and self.encoder.shared is not None
+        return stored if shares else max(stored, 4 * self.parameters)
 
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
         """Bytes of the caches. rows: per slot, and per source; None for the capacity."""

@@ -74,14 +74,8 @@ class TextEngine:
 
     @property
     def decoder(self) -> Decoder:
-        """Raises OutriderError "bundle" once the engine is closed, and in a forked process, in
-        which the threads that may hold its locks do not exist."""
-        if os.getpid() != self._process:
-            raise OutriderError(
-                "bundle",
-                "the engine belongs to the process that loaded it, of which this is a fork",
-                "Load the bundle in this process.",
-            )
+        """Raises OutriderError "bundle" in a forked process, and once the engine is closed."""
+        self._refuse_fork()
         if self._decoder is None:
             raise OutriderError("bundle", "the engine is closed", "Load the bundle again.")
         return self._decoder
@@ -198,9 +192,19 @@ class TextEngine:
             if batch := wanted():
                 self.decoder.round(batch)
 
+    def _refuse_fork(self) -> None:
+        """Raise "bundle" in a forked process: threads that it does not have may hold the locks."""
+        if os.getpid() != self._process:
+            raise OutriderError(
+                "bundle",
+                "the engine belongs to the process that loaded it, of which this is a fork",
+                "Load the bundle in this process.",
+            )
+
     def refuse_reentry(self) -> None:
         """Raise "option" in code that a round of this thread called, or that interrupts its wait
-        for one: it would wait for itself."""
+        for one: it would wait for itself. Raise "bundle" in a forked process."""
+        self._refuse_fork()
         is_held = self._decoder_lock._is_owned()  # type: ignore[attr-defined]
         if is_held or self._round_sharer.is_used_by(threading.get_ident()):
             raise OutriderError(

@@ -33,6 +33,7 @@ ONE = '{"prompt": "a"}'
         ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a string nor"),
         ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
          "there is no option 'topk'"),
+        ("--batch -", '{"prompt": "a", "processors": []}', "option", "no option 'processors'"),
         ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' (str) is not an int"),
         ("--batch -", '{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "option",
          "logit_bias names an id twice"),

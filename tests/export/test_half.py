@@ -17,6 +17,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, SMALL, WITH_ENCODER
+from commands import CHECKOUT
 from exported import (
     LAYERS,
     TIED,
@@ -41,6 +42,7 @@ from export.weights import halves
 from export.weights.blocks import row_slices
 from export.weights.operators import OWN_DOMAIN
 from runtime import load
+from runtime.backends.onnxruntime import FOLD_ANY_SIZE
 from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
 from runtime.files.graphs import GRAPH_FILE, HOST_FILE, read_pair
@@ -244,6 +246,9 @@ def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
 def logits(bundle: Path) -> npt.NDArray[np.float32]:
     facts = read_pair(bundle.parent / "graphs").target
     engine = host_engine("onnxruntime")(bundle / "target", facts, slots=1, max_outputs=40)
+    options = engine._session.get_session_options()
+    assert options.get_session_config_entry(FOLD_ANY_SIZE) == "0"
+    assert FOLD_ANY_SIZE in (CHECKOUT / "plugins" / "engines" / "ort_model.cpp").read_text()
     return np.array(engine.forward(random_ids(1, 40), np.array([0]), np.array([0])))
 
 

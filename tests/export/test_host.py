@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from checkpoints import WITH_ENCODER
+from commands import CHECKOUT
 from exported import edit_weights, graph, nodes, of_type
 from rounds import cases
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -20,7 +21,7 @@ from workshop import MAX_LEN, Workshop
 
 from export import compare
 from export.host import attention, lowering, observing
-from export.host.attention import NotLowered
+from export.host.attention import WIDEST_HEAD, NotLowered
 from export.host.checked import write_checked
 from export.host.observing import BIAS_PADDING
 from export.pair import export as export_pair
@@ -91,7 +92,9 @@ def test_attention_that_stays_is_said(
     edit_weights(source, lambda w: w.update({k: v.bfloat16() for k, v in w.items()}))
     export_pair(str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=64)
     assert nodes(tmp_path / "graphs", HOST_FILE)["outrider.HalfMatMul"]
-    said = "ONNX Runtime's attention (its heads are wider than 512)"
+    header = (CHECKOUT / "plugins" / "onnxruntime" / "outrider_attention.h").read_text()
+    assert f"OUTRIDER_ATTENTION_WIDTH = {WIDEST_HEAD}," in header
+    said = f"ONNX Runtime's attention (its heads are wider than {WIDEST_HEAD})"
     assert said in capsys.readouterr().err
 
 

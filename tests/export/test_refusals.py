@@ -535,7 +535,7 @@ def test_settings_that_are_not_kept_are_said(
     _json("generation_config.json", top_p=0.5, typical_p=0.5, stop_strings=["x"])(copy)
     err = run_export(capsys, tmp_path, copy)[1]
     assert "sets top_p=0.5, stop_strings=['x'], which the bundle does not keep: pass the" in err
-    assert "sets typical_p=0.5, which the bundle does not keep: there are no such options" in err
+    assert "sets typical_p=0.5, which the bundle does not keep: no option has one of these" in err
 
 
 def test_tokens_without_an_embedding_are_said(

@@ -274,10 +274,18 @@ def test_a_forked_process_ends(llama_bundle: Path, begin: str, what: str) -> Non
     subprocess.run(command, cwd=CHECKOUT, check=True)
 
 
-def test_a_fork_cannot_use_its_parents_engine(llama_bundle: Path) -> None:
+@pytest.mark.parametrize("use", ["engine.generate([5])", "next(stream)", "next(new)", "slot()"])
+def test_a_fork_cannot_use_its_parents_engine(llama_bundle: Path, use: str) -> None:
     """Fault: while the parent was generating, the fork waited forever."""
-    generate = "engine.generate([5], max_new_tokens=1)"
-    program = GENERATE_AT_EXIT + FORK.format(generate)
+    begin = """
+stream, new = (engine.stream([5], max_new_tokens=50, ignore_eos=True) for _ in range(2))
+next(stream)
+def slot():
+    with engine.exclusive_slot([5]):
+        pass
+"""
+    program = GENERATE_AT_EXIT.replace("verify=False", "verify=False, slots=2")
+    program += begin + FORK.format(use)
     command = [sys.executable, "-c", program, str(llama_bundle)]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
     assert "the engine belongs to the process that loaded it" in done.stderr
