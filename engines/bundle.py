@@ -13,15 +13,7 @@ from typing import get_args
 from runtime.files import records
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import finalize_file, place_file, replacing, write_folder
-from runtime.files.graphs import (
-    EXPORT_REMEDY,
-    HOST_FILE,
-    Pair,
-    Weights,
-    file_facts,
-    read_pair,
-    verify_files,
-)
+from runtime.files.graphs import EXPORT_REMEDY, Pair, Weights, file_facts, read_pair, verify_files
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
@@ -256,8 +248,7 @@ def memory_plan(
         if role in plan:
             plan[role] += file.size
     for role, facts in pair.models():
-        portable = _on_gpu(targets) or HOST_FILE not in facts.files
-        plan[role] = facts.loaded_bytes(plan[role], portable=portable)
+        plan[role] = facts.loaded_bytes(plan[role], host=not _on_gpu(targets))
     plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots, gpu=_on_gpu(targets))
     return plan

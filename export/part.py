@@ -440,10 +440,6 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     stored_bits = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
     numbers, width = sizes * 8 // stored_bits, 32 if request.dtype == "float32" else 16
     experts = any(value for name, value in vars(text).items() if "experts" in name)
-    if request.has_host_graph and not (checkpoint.packed or checkpoint.has_encoder or experts):
-        need = sizes
-    else:
-        need = numbers * width // 8
     if request.weights:
         # Dense, for ONNX's Gather.
         table = min(numbers, text.vocab_size * getattr(text, "hidden_size", 0))
@@ -452,6 +448,10 @@ def _check_space(folder: Path, request: PartRequest) -> None:
         # The width of their scales, in bits.
         graphs = [width, 16] if request.has_host_graph else [width]
         need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
+    elif request.has_host_graph and not (checkpoint.packed or checkpoint.has_encoder or experts):
+        need = sizes
+    else:
+        need = numbers * width // 8
     free = shutil.disk_usage(folder).free
     if need > free:
         raise OutriderError(

@@ -23,7 +23,7 @@ from .files.errors import (
     refuse_first,
     shown_value,
 )
-from .files.graphs import HOST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from .files.graphs import TEMPLATE_FILE, TOKENIZER_FILE
 from .files.machine import host_memory
 from .files.manifest import FIRST_ROWS, MANIFEST_FILE, Manifest, read_bundle, verify_hashes
 from .files.progress import size_text
@@ -325,7 +325,6 @@ def _memory(manifest: Manifest, slots: int, *, gpu: bool) -> dict[str, int]:
     for role, facts in manifest.pair.models():
         names = manifest.weight_files(role)
         stored = sum(manifest.files[f"{role}/{name}"].size for name in names)
-        portable = gpu or HOST_FILE not in facts.files or not kernel.available()
-        memory[role] = facts.loaded_bytes(stored, portable=portable)
+        memory[role] = facts.loaded_bytes(stored, host=not gpu and kernel.available())
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory

@@ -29,7 +29,7 @@ PRODUCT, GATHER = "HalfMatMul", "HalfGather"
 Half = Literal[1, 2]  # OUTRIDER_FLOAT16, OUTRIDER_BFLOAT16
 _TYPES: dict[Half, ir.DataType] = {1: ir.DataType.FLOAT16, 2: ir.DataType.BFLOAT16}
 # From panels [N / PANEL, K, PANEL] to [N / PANEL, PANEL, K], or, transposed, [K, N / PANEL, PANEL].
-_UNPACK, _UNPACK_TRANSPOSED = (0, 2, 1), (1, 0, 2)
+_UNPACK = {False: (0, 2, 1), True: (1, 0, 2)}
 
 
 def store_in_16_bits(model: ir.Model) -> str:
@@ -124,9 +124,8 @@ def _store(model: ir.Model, weight: ir.Value, transposed: bool) -> bool:
     stored = initializer(model, ir.LazyTensor(pack, dtype=type_, shape=shape, name=name))
     whole = [columns, panels * PANEL] if transposed else [panels * PANEL, columns]
     whole_shape = constant(model, f"{weight.name}.shape", np.array(whole, np.int64))
-    perm = _UNPACK_TRANSPOSED if transposed else _UNPACK
     nodes = [
-        turned := ir.node("Transpose", [stored], {"perm": perm}),
+        turned := ir.node("Transpose", [stored], {"perm": _UNPACK[transposed]}),
         ir.node("Reshape", [turned.outputs[0], whole_shape]),
     ]
     if rows % PANEL:
@@ -149,7 +148,7 @@ def _panels_of(model: ir.Model, matrix: ir.Value, transposed: bool) -> tuple[ir.
     """The panels that a matrix is made of, as the operators read them, and their type; None if it
     is made otherwise."""
     turned = find_producer(matrix, "Transpose", "Cast", "Slice", "Reshape")
-    if not is_transpose(turned, *(_UNPACK_TRANSPOSED if transposed else _UNPACK)):
+    if not is_transpose(turned, *_UNPACK[transposed]):
         return None
     assert turned is not None
     value = turned.inputs[0]

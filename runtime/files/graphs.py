@@ -161,10 +161,11 @@ class GraphFacts:
     def format(self) -> Format:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
-    def loaded_bytes(self, stored: int, *, portable: bool) -> int:
-        """Bytes of memory for weights whose files have `stored` bytes. portable: whether graph.onnx
-        runs, which makes those of 16 bits float32."""
-        if not portable or self.format != "onnx" or self.dtype != "float32" or self.weights:
+    def loaded_bytes(self, stored: int, *, host: bool) -> int:
+        """Bytes of memory for weights whose files have `stored` bytes. host: whether host.onnx can
+        run; graph.onnx makes those of 16 bits float32."""
+        as_stored = host and HOST_FILE in self.files
+        if as_stored or self.format != "onnx" or self.dtype != "float32" or self.weights:
             return stored
         # The parameters of a draft that shares the target's encoder include that.
         shares = self.encoder is not None and self.encoder.shared is not None

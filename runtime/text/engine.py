@@ -84,7 +84,7 @@ class TextEngine:
         """Free the memory, after the round that may be running. Open streams and calls that wait
         for a slot raise OutriderError "bundle"."""
         _open_engines.discard(self)
-        if os.getpid() != self._process:  # the locks may be held by threads of the parent
+        if self._is_fork:
             self._decoder = None
             return
         self.slot_queue.close()
@@ -192,9 +192,14 @@ class TextEngine:
             if batch := wanted():
                 self.decoder.round(batch)
 
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this is a forked process: threads that it does not have may hold the locks."""
+        return os.getpid() != self._process
+
     def _refuse_fork(self) -> None:
-        """Raise "bundle" in a forked process: threads that it does not have may hold the locks."""
-        if os.getpid() != self._process:
+        """Raise "bundle" in a forked process."""
+        if self._is_fork:
             raise OutriderError(
                 "bundle",
                 "the engine belongs to the process that loaded it, of which this is a fork",

@@ -4,7 +4,6 @@ keep their 16 bits in graphs of float32."""
 from __future__ import annotations
 
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from exported import (
     nodes,
     of_type,
     random_ids,
+    stored_as,
     type_of,
 )
 from rounds import cases
@@ -234,13 +234,6 @@ def test_matrices_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     assert np.allclose(y("host.onnx"), y("original.onnx"), atol=1e-5)
     words = [value.const_value for key, value in host.graph.initializers.items() if "words" in key]
     assert len(words) == bool(expected) and all(isinstance(w, ir.ExternalTensor) for w in words)
-
-
-def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
-    """A copy of the checkpoint whose numbers all have this type."""
-    checkpoint = Path(shutil.copytree(source, folder))
-    edit_weights(checkpoint, lambda w: w.update({k: v.to(dtype) for k, v in w.items()}))
-    return checkpoint
 
 
 def logits(bundle: Path) -> npt.NDArray[np.float32]:

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
+import torch
 from checkpoints import WITH_ENCODER
 from commands import CHECKOUT
-from exported import edit_weights, graph, nodes, of_type
+from exported import edit_weights, graph, nodes, of_type, stored_as
 from rounds import cases
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
@@ -88,8 +89,8 @@ def test_attention_that_stays_is_said(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Products with weights of 16 bits are replaced all the same."""
-    source = Path(shutil.copytree(workshop.checkpoint("llama", **TOO_WIDE), tmp_path / "model"))
-    edit_weights(source, lambda w: w.update({k: v.bfloat16() for k, v in w.items()}))
+    checkpoint = workshop.checkpoint("llama", **TOO_WIDE)
+    source = stored_as(torch.bfloat16, checkpoint, tmp_path / "model")
     export_pair(str(source), None, tmp_path / "graphs", cache=tmp_path / "cache", max_len=64)
     assert nodes(tmp_path / "graphs", HOST_FILE)["outrider.HalfMatMul"]
     header = (CHECKOUT / "plugins" / "onnxruntime" / "outrider_attention.h").read_text()

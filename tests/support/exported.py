@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,13 @@ def edit_weights(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], obj
     weights = load_file(file)
     edit(weights)
     save_file(weights, file, {"format": "pt"})
+
+
+def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
+    """A copy of the checkpoint whose numbers all have this type."""
+    checkpoint = Path(shutil.copytree(source, folder))
+    edit_weights(checkpoint, lambda w: w.update({k: v.to(dtype) for k, v in w.items()}))
+    return checkpoint
 
 
 def nothing_left(folder: Path) -> bool:
