@@ -47,7 +47,7 @@ def main() -> None:
         import outrider
         import uvicorn
 
-        from .openai.api import api, from_engine, limited
+        from .openai.api import api, from_engine
     except ImportError as error:
         sys.exit(f"error: {error}. Install it: python -m pip install -e '.[server]'")
     try:
@@ -56,9 +56,8 @@ def main() -> None:
             slots=args.slots,
             threads=args.threads,
             chat_template=args.chat_template,
-            # `limited` counts requests, and a client that has waited too long disconnects.
-            queue=sys.maxsize,
-            timeout=None,
+            queue=args.queue,
+            timeout=None,  # a client that has waited too long disconnects
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")
@@ -71,9 +70,9 @@ def main() -> None:
             timer.start()
 
     name = args.name or args.engines.resolve().name
-    most = len(engine.decoder.slots) + args.queue
+    most = len(engine.decoder.slots) + args.queue + 1  # one to refuse further requests
     with engine, ThreadPoolExecutor(most) as threads:
-        app = api(name, limited(partial(from_engine, engine, threads), most))
+        app = api(name, partial(from_engine, engine, threads))
         server = Server(uvicorn.Config(app, host=args.host, port=args.port))
         with suppress(KeyboardInterrupt):  # which it raises again after a clean shutdown
             server.run()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
     from .text.results import Result as Result
     from .text.speech import Transcription as Transcription
     from .text.stream import Batch as Batch
+    from .text.stream import BatchStream as BatchStream
     from .text.stream import Stream as Stream
 
 # With telemetry, ONNX Runtime writes a device id to the home folder and reports to its makers.
@@ -39,6 +40,7 @@ environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
 _EXPORTS = {  # the module of each public name
     "Batch": "text.stream",
+    "BatchStream": "text.stream",
     "BeamText": "beam.text",
     "BeamTexts": "beam.text",
     "Draft": "drafts.draft",

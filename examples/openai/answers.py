@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 from uuid import uuid4
 
@@ -25,10 +26,10 @@ class Answer:
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = {"id": uuid4().hex, "object": kind, "created": int(time.time())}
         self.begun: set[int] = set()  # indices of the choices that have a part
-        self.results: list[Result] = []
+        self.results: dict[int, Result] = {}  # by index of the choice
 
     def whole(self, parts: Iterable[Part]) -> dict[str, Any]:
-        return self.chunk(*parts) | {"usage": self.usage()}
+        return self.chunk(*sorted(parts, key=itemgetter(0))) | {"usage": self.usage()}
 
     async def events(self, first: Part, others: AsyncIterator[Part]) -> AsyncIterator[str]:
         """An error after the first part is an event of its own, without [DONE] after it."""
@@ -50,7 +51,7 @@ class Answer:
     def choice(self, index: int, event: Event, tokens: list[dict[str, Any]]) -> dict[str, Any]:
         result, text, finish_reason = event.result, event.text, None
         if result is not None:
-            self.results.append(result)
+            self.results[index] = result
             text = text if self.body.stream else result.text
             finish_reason = "length" if result.finish_reason in ("length", "context") else "stop"
         choice = {"index": index, "finish_reason": finish_reason, "logprobs": None}
@@ -66,9 +67,9 @@ class Answer:
         return choice
 
     def usage(self) -> dict[str, int]:
-        prompted = self.results[:: self.body.n]  # one of each prompt's n choices
-        prompt = sum(result.stats.prompt_tokens for result in prompted)
-        output = sum(len(result.tokens) for result in self.results)
+        prompted = range(0, len(self.results), self.body.n)  # one of each prompt's n choices
+        prompt = sum(self.results[index].stats.prompt_tokens for index in prompted)
+        output = sum(len(result.tokens) for result in self.results.values())
         total = prompt + output
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -13,8 +13,8 @@ from outrider import OutriderError, TextEngine
 from .answers import Answer, Part, with_logprobs
 from .requests import REFUSED, Chat, Completion, Requests, refusal
 
-# Generates the requests one after another and yields the parts of the response: one per round if it
-# is streamed, otherwise one per request.
+# Generates the requests and yields the parts of the response: one of each request, or if it is
+# streamed one per round.
 Generate = Callable[[Requests, bool], AsyncGenerator[Part]]
 
 
@@ -62,11 +62,11 @@ def api(name: str, generate: Generate) -> FastAPI:
 async def from_engine(
     engine: TextEngine, threads: Executor, requests: Requests, stream: bool
 ) -> AsyncGenerator[Part]:
-    """Generate the requests one after another. Closing or cancelling this frees the slot after the
-    current round.
+    """Generate the requests together, as slots are free for them: one may wait for its slot, the
+    others take only those that nobody waits for. Closing or cancelling this frees the slots after
+    the current round.
 
-    threads: at least as many as there are requests that hold a slot or wait for one: each blocks
-    one thread.
+    threads: at least as many as there are responses: each blocks one thread.
     """
     # Completions set chat=False.
     if engine.tokenizer.chat_template is None and any(x.chat is None for _, x in requests):
@@ -76,34 +76,15 @@ async def from_engine(
     # with the same prompt differ only in their seeds.
     for request in {id(prompt): (prompt, options) for prompt, options in requests}.values():
         await asyncio.wrap_future(threads.submit(engine.request, *request))
-    for index, request in enumerate(requests):
-        with closing(engine.stream(*request)) as events:
-            while events.result is None:
-                event = await asyncio.wrap_future(threads.submit(next, events))
-                wanted = event if stream else event.result
-                if wanted is not None:
-                    yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
-
-
-def limited(generate: Generate, most: int) -> Generate:
-    """`generate` for this many responses at a time; further ones are refused as "busy". An engine's
-    queue would refuse single choices of a response, after others have been generated."""
-    running = 0
-
-    async def parts(requests: Requests, stream: bool) -> AsyncGenerator[Part]:
-        nonlocal running
-        if running >= most:
-            cause = f"{most} requests are running or waiting already"
-            raise OutriderError("busy", cause, "Try again later")
-        running += 1
-        try:
-            async with aclosing(generate(requests, stream)) as found:
-                async for part in found:
-                    yield part
-        finally:
-            running -= 1
-
-    return parts
+    with closing(engine.stream_batch(requests)) as events:
+        while (part := await asyncio.wrap_future(threads.submit(next, events, None))) is not None:
+            index, event = part
+            result = event.result
+            if result is not None and result.error is not None:
+                raise result.error
+            wanted = event if stream else result
+            if wanted is not None:
+                yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
 
 
 async def _all(parts: AsyncIterator[Part]) -> list[Part]:

@@ -30,7 +30,7 @@ from .results import Result
 from .shared_rounds import RoundSharer
 from .slot_queue import DEFAULT_QUEUE, DEFAULT_TIMEOUT, Caller, SlotQueue
 from .speech import Transcription, WindowCallback, transcribe
-from .stream import Batch, Stream
+from .stream import Batch, BatchStream, Stream
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("outrider")
@@ -133,11 +133,17 @@ class TextEngine:
         result) in the order in which requests finish. An error of one request is stored in its
         result's `error`, and the others continue; errors of the engines are raised.
         """
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise OutriderError(
-                "prompt", "batch got a single prompt", "Pass a list of prompts, or use generate."
-            )
-        return Batch(self, iter(prompts), _merge_options(options, more))
+        return Batch(self, prompts, _merge_options(options, more))
+
+    def stream_batch(
+        self,
+        prompts: Iterable[Prompt | tuple[Prompt | None, Options] | None],
+        options: Options | None = None,
+        **more: Any,
+    ) -> BatchStream:
+        """As `batch`, but yields (index of the prompt, event) round by round; the last event of
+        each prompt has its result."""
+        return BatchStream(self, prompts, _merge_options(options, more))
 
     def transcribe(
         self,

@@ -1,4 +1,5 @@
-"""Running requests: `Stream`, one text as it comes, and `Batch`, many that share the slots."""
+"""Running requests: `Stream`, one text as it comes, and many that share the slots, as results
+(`Batch`) or as they come (`BatchStream`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from ..files.errors import PER_REQUEST_KINDS, OutriderError, first_line
@@ -149,23 +150,31 @@ class Stream(RunningRequests[Event]):
         return event
 
 
-class Batch(RunningRequests[tuple[int, Result]]):
-    """Results of many prompts: (index of the prompt, result) in the order in which they finish."""
+class Many(RunningRequests[Item]):
+    """Items of many prompts, made of their events by `_item`."""
 
-    def __init__(self, engine: TextEngine, prompts: Iterator[Any], default_options: Options):
+    def __init__(self, engine: TextEngine, prompts: Iterable[Any], default_options: Options):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise OutriderError(
+                "prompt", "a batch got a single prompt", "Pass a list of prompts, or use generate."
+            )
         super().__init__(engine)
         self._prompts, self._default_options = enumerate(prompts), default_options
-        self._finished: deque[tuple[int, Result]] = deque()
-        self._error: Exception | None = None  # of the engine; raised after `_finished`
+        self._items: deque[Item] = deque()
+        self._error: Exception | None = None  # of the engine; raised after `_items`
         self._all_read = False  # whether all prompts have been read
 
-    def _advance(self) -> tuple[int, Result]:
-        while not self._finished:
+    @abstractmethod
+    def _item(self, number: int, event: Event) -> Item | None:
+        """The item for an event of the prompt of this number, if there is one."""
+
+    def _advance(self) -> Item:
+        while not self._items:
             if self._error is not None:
                 raise self._error
             if self._caller.cancelled:  # during the previous round
                 raise Cancelled
-            while not (self._all_read or self._finished) and self._take_slot():
+            while not (self._all_read or self._items) and self._take_slot():
                 self._start_next()
             if self._sequences:
                 try:
@@ -173,10 +182,10 @@ class Batch(RunningRequests[tuple[int, Result]]):
                 except Exception as error:  # noqa: BLE001 - raised after the results
                     self._error = error
                 for sequence in list(self._sequences):
-                    self._collect_result(sequence)
-            elif self._all_read and not self._finished:
+                    self._collect(sequence)
+            elif self._all_read and not self._items:
                 raise StopIteration
-        return self._finished.popleft()
+        return self._items.popleft()
 
     def _take_slot(self) -> bool:
         """Whether a slot was taken for the next prompt. A batch that holds none waits for one."""
@@ -205,24 +214,43 @@ class Batch(RunningRequests[tuple[int, Result]]):
                 if error.kind not in PER_REQUEST_KINDS:
                     raise
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
-                self._finished.append((number, result))
+                self._add(number, Event((), (), result))
                 return
         finally:
             if sequence is None:
                 self._engine.slot_queue.release(self._caller)
 
-    def _collect_result(self, sequence: ActiveSequence) -> None:
+    def _collect(self, sequence: ActiveSequence) -> None:
         number, transcript = self._sequences[sequence]
         if (error := sequence.error) is not None:
             kinds = (*PER_REQUEST_KINDS, "busy")  # "busy" after an interrupt
             if not isinstance(error, OutriderError) or error.kind not in kinds:
                 self._error = error
                 return
-            result = transcript.result(sequence, "error", error)
-        elif (finished := transcript.event(sequence).result) is not None:
-            result = finished
-            self._engine.count(result)
+            event = Event((), (), transcript.result(sequence, "error", error))
         else:
-            return
-        self._leave(sequence)
-        self._finished.append((number, result))
+            event = transcript.event(sequence)
+            if event.result is not None:
+                self._engine.count(event.result)
+        if event.result is not None:
+            self._leave(sequence)
+        self._add(number, event)
+
+    def _add(self, number: int, event: Event) -> None:
+        if (item := self._item(number, event)) is not None:
+            self._items.append(item)
+
+
+class Batch(Many[tuple[int, Result]]):
+    """Results of many prompts: (index of the prompt, result) in the order in which they finish."""
+
+    def _item(self, number: int, event: Event) -> tuple[int, Result] | None:
+        return None if event.result is None else (number, event.result)
+
+
+class BatchStream(Many[tuple[int, Event]]):
+    """Texts of many prompts as they come: (index of the prompt, event), where the last event of
+    each has its result."""
+
+    def _item(self, number: int, event: Event) -> tuple[int, Event] | None:
+        return (number, event) if event.tokens or event.result is not None else None

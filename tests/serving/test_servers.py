@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -261,6 +261,15 @@ def test_choices_and_log_probabilities(client: openai.OpenAI, engine: outrider.T
         assert "".join(choice.logprobs.tokens) == expected.text
     assert answer.usage.completion_tokens == 32
     assert answer.usage.prompt_tokens == sum(r.stats.prompt_tokens for r in locally[::2])
+    texts = [""] * 4
+    *parts, last = client.completions.create(
+        model="demo", prompt=prompts, n=2, max_tokens=8, stream=True,
+        stream_options={"include_usage": True}, **seeded,
+    )  # fmt: skip
+    for part in parts:
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == [expected.text for expected in locally]
+    assert last.usage == answer.usage
 
     # Parts of characters all have the text U+FFFD; under it was the least probable alternative.
     emoji = {"model": "demo", "prompt": "\N{GRINNING FACE}" * 4, "max_tokens": 4, "temperature": 0}
@@ -485,31 +494,6 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
     assert {error.body["code"] for error in refused} == {"busy"}
     given = {n: a.choices[0].text for n, a in enumerate(answers) if a not in refused}
     assert given == local_texts(engine, ["import "] * len(answers), 2, given)
-
-
-def test_no_choice_is_refused_after_another() -> None:
-    """Fault: each choice joined the engine's queue anew, and could find it full."""
-    from examples.openai.api import limited  # needs FastAPI
-
-    second = asyncio.Event()
-
-    async def choices(requests: Any, stream: bool) -> AsyncGenerator[Any]:
-        for request in requests:
-            yield request
-            await second.wait()
-
-    async def work() -> None:
-        generate = limited(choices, 2)
-        first, other = generate([1, 2], True), generate([3], True)
-        assert [await anext(first), await anext(other)] == [1, 3]
-        with pytest.raises(outrider.OutriderError, match="busy: 2 requests are running"):
-            await anext(generate([4], True))
-        await other.aclose()
-        second.set()
-        assert await anext(generate([4], True)) == 4
-        assert [part async for part in first] == [2]
-
-    asyncio.run(work())
 
 
 def local_texts(

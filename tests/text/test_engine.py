@@ -102,8 +102,9 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
     for odd in ({"max_new_tokens": 3}, {}, 64):
         with pytest.raises(TypeError, match="options must be an Options"):
             engine.generate("abc", odd)
-    with pytest.raises(OutriderError, match="a single prompt"):
-        engine.batch("ab")
+    for both in (engine.batch, engine.stream_batch):
+        with pytest.raises(OutriderError, match="a single prompt"):
+            both("ab")
 
 
 def test_a_withdrawn_sequence_is_not_in_the_round(engine: TextEngine) -> None:
@@ -544,6 +545,25 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert kinds == [None, "option", "prompt", "prompt", "option", None, "prompt", "prompt"]
     assert {results[i].finish_reason for i in (1, 2, 3, 4, 6, 7)} == {"error"}
     assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
+    assert engine.slot_queue.free == 2
+
+
+def test_texts_of_a_batch_as_they_come(engine: TextEngine) -> None:
+    """The events of each prompt are those of its stream, and two texts advance together."""
+    prompts: list[Any] = ["ab", 7, "cd", "abcd"]
+    events = list(engine.stream_batch(prompts, max_new_tokens=5))
+    for number, prompt in enumerate(prompts):
+        own = [event for index, event in events if index == number]
+        result = own[-1].result
+        assert result is not None and all(event.result is None for event in own[:-1])
+        if prompt == 7:
+            assert result.error is not None and result.error.kind == "prompt" and len(own) == 1
+            continue
+        alone = list(engine.stream(prompt, max_new_tokens=5))
+        assert [event.text for event in own] == [event.text for event in alone]
+        assert result.text == "".join(event.text for event in own)
+    order = [index for index, event in events if event.tokens]
+    assert order != sorted(order)
     assert engine.slot_queue.free == 2
 
 
