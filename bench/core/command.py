@@ -21,15 +21,13 @@ from runtime.files.errors import (
     OutriderError,
     check_stdout,
     positive_int,
-    refuse_first,
     run_command,
 )
 from runtime.files.folders import replacing
-from runtime.files.texts import read_text
 
 from . import machine
 from .clock import Clock
-from .table import PAGE_WIDTH, Table, insert_tables
+from .table import PAGE_WIDTH, Table
 
 Results = Mapping[str, Any]
 
@@ -50,9 +48,8 @@ class Suite:
     about: its help text; the first paragraph summarises what it measures. quick: help text of
     --quick. options: adds further options. measure: takes the options and a clock for progress
     notes, and returns the JSON object. tables, heading: output computed from that object. threads:
-    whether there is an option --threads. table_prefixes: prefixes of the names of tables that have
-    a place in a document. Tables go to stdout, progress to stderr. Unless stdout is a terminal, its
-    last line is the JSON object.
+    whether there is an option --threads. Tables go to stdout, progress to stderr. Unless stdout is
+    a terminal, its last line is the JSON object.
     """
 
     name: str
@@ -63,21 +60,17 @@ class Suite:
     heading: Callable[[Results], str] = lambda results: machine.summary_line(results["machine"])
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     threads: bool = True
-    table_prefixes: Sequence[str] = ()
 
     def parser(self) -> argparse.ArgumentParser:
         parser = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
         add = parser.add_argument
         add("--quick", action="store_true", help=self.quick)
-        parser.set_defaults(threads=machine.physical_cores(), update=None)
+        parser.set_defaults(threads=machine.physical_cores())
         if self.threads:
             add("--threads", type=positive_int, metavar="N",
                 help="number of CPU threads (default: %(default)s)")  # fmt: skip
         add("--out", type=Path, metavar="DIR",
             help=f"also write {self.name}.json and {self.name}.md to this folder")  # fmt: skip
-        if self.table_prefixes:
-            add("--update", type=Path, metavar="PAGE",
-                help="replace the tables that have a place in this document")  # fmt: skip
         self.options(parser)
         return parser
 
@@ -91,18 +84,9 @@ class Suite:
         for name in "out", "work":
             if (folder := getattr(args, name, None)) is not None:
                 check_writable(folder, f"--{name}")
-        document = None if args.update is None else read_text(args.update, str(args.update))
         if args.threads > max_threads():
             remedy = f"Use 1 to {max_threads()}."
             raise OutriderError("option", f"--threads={args.threads} is out of range", remedy)
-        refuse_first(
-            (
-                document is not None and f"<!-- {name}" not in document,
-                f"{args.update} has no place for a table {name}",
-                f"Add the lines <!-- {name}… --> and <!-- end -->.",
-            )
-            for name in self.table_prefixes
-        )
         results = self.measure(args, clock)
         results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
         heading, tables = self.heading(results), self.tables(results)
@@ -117,10 +101,6 @@ class Suite:
             for suffix, text in ("json", line + "\n"), ("md", page):
                 with replacing(args.out / f"{self.name}.{suffix}") as new:
                     new.write_text(text)
-        if document is not None:  # last, so that a missing place loses no other output
-            document = insert_tables(document, (table for table in tables if table.name))
-            with replacing(args.update.resolve()) as new:
-                new.write_text(document)
         return 0
 
 

@@ -1,14 +1,11 @@
-"""Tables of figures, for terminals and for documents, and their places in a document."""
+"""Tables of figures, for terminals and for documents."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from runtime.files.errors import OutriderError
 
 Column = tuple[str, str, str]  # key of a row's values, heading, format specification
 PAGE_WIDTH = 100  # text width of a document
@@ -17,16 +14,12 @@ DISTURBED_MARK = " *"  # appended to rows whose figures other processes disturbe
 
 @dataclass(frozen=True)
 class Table:
-    """A title, one heading per column, rows of cells, and notes below.
-
-    name: names the table's place in a document, between `<!-- name -->` and `<!-- end -->`.
-    """
+    """A title, one heading per column, rows of cells, and notes below."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
-    name: str = ""
 
     def text(self, markdown: bool = False) -> str:
         """The table as text with aligned columns (the first left-aligned), or as Markdown."""
@@ -52,7 +45,6 @@ def make_table(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     columns: Sequence[Column],
     notes: Sequence[str] = (),
-    name: str = "",
 ) -> Table:
     """A table of named rows of values. Columns in which no row has a value are omitted.
 
@@ -65,21 +57,4 @@ def make_table(
         + ["" if values.get(key) is None else format(values[key], spec) for key, _, spec in used]
         for row, values in found
     ]
-    return Table(title, ["", *(head for _, head, _ in used)], cells, notes, name)
-
-
-def insert_tables(document: str, tables: Iterable[Table]) -> str:
-    """The document with these tables inserted in their places. Raises OutriderError("option") if a
-    table does not have exactly one place."""
-    for table in tables:
-        pattern = rf"(<!-- {table.name} -->\n).*?(<!-- end -->)"
-        place = re.compile(pattern, re.DOTALL)
-        if len(place.findall(document)) != 1:
-            raise OutriderError(
-                "option",
-                f"the document does not have exactly one place for the table {table.name}",
-                f"Add one line <!-- {table.name} --> and a line <!-- end --> below it.",
-            )
-        made = table.text(markdown=True).replace("\\", r"\\")
-        document = place.sub(rf"\g<1>{made}\n\g<2>", document)
-    return document
+    return Table(title, ["", *(head for _, head, _ in used)], cells, notes)

@@ -135,7 +135,7 @@ def tables(results: Results) -> list[Table]:
         f"{results['tokens']} tokens."
     ]
     head = ["ms", "C++", "Python", "ratio"]
-    return [Table(title, head, rows, notes, name=f"embed-{results['bundle']}")]
+    return [Table(title, head, rows, notes)]
 
 
 SUITE = Suite(
@@ -146,6 +146,5 @@ SUITE = Suite(
     tables,
     options=bundle_option,
     threads=False,
-    table_prefixes=("embed-",),
 )
 main = SUITE.main

@@ -218,25 +218,8 @@ template <class Parameter> void prepare(void (*kernel)(Parameter), const void* p
   kernel_body = [] { current(argument); };
 }
 
-#define KERNEL(name) {#name, [](const void* parameter) { prepare(name, parameter); }}
-const std::map<std::string, void (*)(const void*)> kernels = {
-    KERNEL(outrider_mark),
-    KERNEL(outrider_verify_scan),
-    KERNEL(outrider_verify_scan_general),
-    KERNEL(outrider_verify_filter),
-    KERNEL(outrider_verify_mass),
-    KERNEL(outrider_verify_couple),
-    KERNEL(outrider_verify_rest),
-    KERNEL(outrider_verify_rest_general),
-    KERNEL(outrider_draw_scan),
-    KERNEL(outrider_draw_scan_general),
-    KERNEL(outrider_draw_filter),
-    KERNEL(outrider_draw_mass),
-    KERNEL(outrider_draw_couple),
-    KERNEL(outrider_begin),
-    KERNEL(outrider_feed),
-    KERNEL(outrider_commit),
-};
+#define KERNEL(name, ...) {#name, [](const void* parameter) { prepare(name, parameter); }},
+const std::map<std::string, void (*)(const void*)> kernels = {OUTRIDER_KERNELS(KERNEL)};
 #undef KERNEL
 
 } // namespace

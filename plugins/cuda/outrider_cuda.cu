@@ -266,21 +266,7 @@ template <bool DRAW> DEVICE void couple(const Call& call) {
   decide(call, b);
 }
 
-} // namespace
-
-// The host looks for this name before it launches, because an image of another version would read
-// other structures. (NVRTC does not export variables.)
-#define OUTRIDER_NAME(version) outrider_interface_##version
-#define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_bookkeeping) == 112 &&
-                  sizeof(outrider_sequence) == 48 && sizeof(outrider_slot) == 136,
-              "a new structure is a new OUTRIDER_ABI_VERSION");
-extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
-
-// --- the kernels ------------------------------------------------------------------------------
-
-extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
-    outrider_mark(const __grid_constant__ Call call) {
+DEVICE void mark(const Call& call) {
   const int b = block_z();
   const outrider_slot& slot = call.slots[b];
   if (!is_valid(slot, call.width) || slot.gamma < 0) return;
@@ -298,79 +284,42 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) // 32 warps on a multiprocessor
-    outrider_verify_scan(const __grid_constant__ Call call) {
-  verify_scan<false>(call);
-}
+} // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    outrider_verify_scan_general(const __grid_constant__ Call call) {
-  verify_scan<true>(call);
-}
+// The host looks for this name before it launches, because an image of another version would read
+// other structures. (NVRTC does not export variables.)
+#define OUTRIDER_NAME(version) outrider_interface_##version
+#define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
+static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_bookkeeping) == 112 &&
+                  sizeof(outrider_sequence) == 48 && sizeof(outrider_slot) == 136,
+              "a new structure is a new OUTRIDER_ABI_VERSION");
+extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
 
-extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
-    outrider_verify_filter(const __grid_constant__ Call call) {
-  filter<false>(call);
-}
+// --- the kernels ------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-    outrider_verify_mass(const __grid_constant__ Call call) {
-  sum_masses<false>(call);
-}
+// Name, launch bounds (threads and, for a number of registers, blocks), parameter, computation.
+#define OUTRIDER_KERNELS(KERNEL)                                                                   \
+  KERNEL(outrider_mark, (FILTER_THREADS), Call, mark)                                              \
+  KERNEL(outrider_verify_scan, (THREADS, 4), Call, verify_scan<false>)                             \
+  KERNEL(outrider_verify_scan_general, (THREADS), Call, verify_scan<true>)                         \
+  KERNEL(outrider_verify_filter, (FILTER_THREADS), Call, filter<false>)                            \
+  KERNEL(outrider_verify_mass, (THREADS, 3), Call, sum_masses<false>)                              \
+  KERNEL(outrider_verify_couple, (THREADS), Call, couple<false>)                                   \
+  KERNEL(outrider_verify_rest, (THREADS, 2), Call, verify_rest<false>)                             \
+  KERNEL(outrider_verify_rest_general, (THREADS, 1), Call, verify_rest<true>)                      \
+  KERNEL(outrider_draw_scan, (THREADS), Call, draw_scan<false>)                                    \
+  KERNEL(outrider_draw_scan_general, (THREADS), Call, draw_scan<true>)                             \
+  KERNEL(outrider_draw_filter, (FILTER_THREADS), Call, filter<true>)                               \
+  KERNEL(outrider_draw_mass, (THREADS, 2), Call, sum_masses<true>)                                 \
+  KERNEL(outrider_draw_couple, (THREADS), Call, couple<true>)                                      \
+  KERNEL(outrider_begin, (1024), outrider_bookkeeping, begin_round)                                \
+  KERNEL(outrider_feed, (1024), outrider_bookkeeping, feed_draft)                                  \
+  KERNEL(outrider_commit, (1024), outrider_bookkeeping, commit_round)
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    outrider_verify_couple(const __grid_constant__ Call call) {
-  couple<false>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    outrider_verify_rest(const __grid_constant__ Call call) {
-  verify_rest<false>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) // without spills
-    outrider_verify_rest_general(const __grid_constant__ Call call) {
-  verify_rest<true>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    outrider_draw_scan(const __grid_constant__ Call call) {
-  draw_scan<false>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    outrider_draw_scan_general(const __grid_constant__ Call call) {
-  draw_scan<true>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
-    outrider_draw_filter(const __grid_constant__ Call call) {
-  filter<true>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    outrider_draw_mass(const __grid_constant__ Call call) {
-  sum_masses<true>(call);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    outrider_draw_couple(const __grid_constant__ Call call) {
-  couple<true>(call);
-}
-
-// --- between the models' calls ----------------------------------------------------------------
-
-extern "C" __global__ void __launch_bounds__(1024)
-    outrider_begin(const __grid_constant__ outrider_bookkeeping data) {
-  begin_round(data);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    outrider_feed(const __grid_constant__ outrider_bookkeeping data) {
-  feed_draft(data);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    outrider_commit(const __grid_constant__ outrider_bookkeeping data) {
-  commit_round(data);
-}
+#define OUTRIDER_DEFINE(name, bounds, Parameter, compute)                                          \
+  extern "C" __global__ void __launch_bounds__ bounds name(                                        \
+      const __grid_constant__ Parameter given) {                                                   \
+    compute(given);                                                                                \
+  }
+OUTRIDER_KERNELS(OUTRIDER_DEFINE)
+#undef OUTRIDER_DEFINE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +31,7 @@ from bench.core.fit import Spread, fit_power_law, fit_shifted_power_law
 from bench.core.prompts import KINDS, Prompts
 from bench.core.record import RoundRecord, Run
 from bench.core.runs import Way
-from bench.core.table import Table, insert_tables, make_table
+from bench.core.table import make_table
 from bench.suites import embed
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.gamma.costs import RoundCosts
@@ -275,17 +274,6 @@ def test_tables_leave_out_what_no_row_has_and_mark_what_was_disturbed() -> None:
     assert "| a * | 10.0 |" in table.text(markdown=True)
 
 
-def test_a_document_gets_its_tables() -> None:
-    table = Table("some", ["a"], [["1\\g"]], name="here")
-    page = "before\n<!-- here -->\nold\n<!-- end -->\nafter\n<!-- end -->\n"
-    made = insert_tables(page, [table])
-    assert made.startswith("before\n<!-- here -->\n**some**") and "old" not in made
-    assert "| 1\\g |" in made and made.endswith("after\n<!-- end -->\n")
-    assert insert_tables(made, [table]) == made
-    with pytest.raises(OutriderError, match="exactly one place for the table there"):
-        insert_tables(page, [replace(table, name="there")])
-
-
 SUITE = Suite(
     name="made-up",
     about="Nothing.",
@@ -311,66 +299,34 @@ def test_a_suite_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| r | 3.0 |" in (tmp_path / "made-up.md").read_text()
 
 
-def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal comes before any measurement if the place's name does not depend on results;
-    otherwise the results are still printed."""
-    measured, page = [], tmp_path / "page.md"
-
-    def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-        measured.append(1)
-        return SUITE.measure(args, clock)
-
-    table = Table("t", ["a"], [["1"]], name="made-up-3")
-    suite = replace(
-        SUITE, measure=measure, tables=lambda results: [table], table_prefixes=("made-up-",)
-    )
-    page.write_text("<!-- other -->\n<!-- end -->\n")
-    assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
-    assert "no place for a table made-up-" in error_line(capsys.readouterr().err, "option")
+    page, measured = tmp_path / "page.md", []
+    page.touch()
+    suite = replace(SUITE, measure=lambda args, clock: measured.append(1))
     for folder in page, page / "deeper":
         assert suite.main(["--out", str(folder)]) == EXIT_STATUS["disk"]
         assert "page.md is not a writable folder" in error_line(capsys.readouterr().err, "disk")
     assert not measured
-    page.write_text("<!-- made-up-2 -->\n<!-- end -->\n")
-    assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
-    streams = capsys.readouterr()
-    assert "the table made-up-3" in error_line(streams.err, "option")
-    assert json.loads(streams.out.splitlines()[-1])["value"] == 3.0
-    page.write_text("<!-- made-up-3 -->\n<!-- end -->\n")
-    assert suite.main(["--update", str(page)]) == 0
-    assert "| 1 |" in page.read_text()
 
 
-def test_a_full_disk_leaves_files_as_they_were_and_costs_no_figure(
+def test_a_full_disk_leaves_nothing_half_written_and_costs_no_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- t -->\n<!-- end -->\n")
-    named = replace(
-        SUITE, tables=lambda results: [Table("t", ["a"], [["1"]], name="t")], table_prefixes=("t",)
-    )
-    for suite, options in ((SUITE, ["--out", str(tmp_path)]), (named, ["--update", str(page)])):
-        with limited_files(10):
-            assert suite.main(options) == EXIT_STATUS["disk"]
-        streams = capsys.readouterr()
-        assert json.loads(streams.out.splitlines()[-1])["value"] == 3.0
-        assert "File too large" in error_line(streams.err, "disk")
-    assert [*tmp_path.iterdir()] == [page]
-    assert page.read_text() == "<!-- t -->\n<!-- end -->\n"
+    with limited_files(10):
+        assert SUITE.main(["--out", str(tmp_path)]) == EXIT_STATUS["disk"]
+    streams = capsys.readouterr()
+    assert json.loads(streams.out.splitlines()[-1])["value"] == 3.0
+    assert "File too large" in error_line(streams.err, "disk")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--update` exists only if tables have places, `--threads` only if the suite uses it. Others
-    refuse the option instead of ignoring it."""
-    (tmp_path / "page.md").touch()
-    for main, options in (
-        (SUITE.main, ["--update", str(tmp_path / "page.md")]),
-        (embed.SUITE.main, ["--threads", "1", "--engines", str(tmp_path)]),
-    ):
-        assert main(options) == EXIT_STATUS["option"]
-        assert options[0] in error_line(capsys.readouterr().err, "option")
+    """`--threads` exists only if the suite uses it. Others refuse it instead of ignoring it."""
+    options = ["--threads", "1", "--engines", str(tmp_path)]
+    assert embed.SUITE.main(options) == EXIT_STATUS["option"]
+    assert "--threads" in error_line(capsys.readouterr().err, "option")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_kernels_that_it_loads_are_there():
     assert len(kernels) == 4
     for module, name in kernels:
         text = build_tensorrt.MODULES[module].read_text()
-        assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
+        assert re.search(rf"(__global__ void|KERNEL\()[^;{{]*\b{name}\b", text), name
 
 
 def test_the_small_kernels_compile(nvrtc):

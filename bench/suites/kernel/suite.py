@@ -81,12 +81,10 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
     return points
 
 
-def points_table(
-    title: str, points: Iterable[Point], columns: Sequence[Column], name: str
-) -> Table:
+def points_table(title: str, points: Iterable[Point], columns: Sequence[Column]) -> Table:
     """One row per point, without the columns for which nothing was timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]
-    return make_table(title, rows, columns, name=name)
+    return make_table(title, rows, columns)
 
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
@@ -125,8 +123,7 @@ def ratios_of(p: Point, reading: float) -> dict[str, float]:
 
 
 def tables(results: Results) -> list[Table]:
-    """The tables of docs/paper.md, named after their places there, and those that
-    docs/performance.md cites."""
+    """The tables of docs/paper.md, and those that docs/performance.md cites."""
     reading = 1e3 * TARGET_BYTES / (1e9 * results["bandwidth_gb_s"])  # milliseconds
     points = [p | ratios_of(p, reading) for p in points_of(results)]
     sizes: list[Column] = [("γ", "γ", ""), ("B", "B", "")]
@@ -153,9 +150,8 @@ def tables(results: Results) -> list[Table]:
             "Time to verify a round, ms (native kernel unless stated otherwise)",
             points,
             columns,
-            "time",
         ),
-        points_table(memory, points, [*sizes, *shares], "bandwidth"),
+        points_table(memory, points, [*sizes, *shares]),
         rules_table(results),
         goals_table(points),
         ranges_table(f"Ranges over all {len(points)} sizes", points, [SPEEDUP, *SAVED, *named]),
@@ -189,7 +185,7 @@ def rules_table(results: Results) -> Table:
         ("to_target", "TV to target", ",.4f"),
         ("to_draft", "TV to draft", ".2g"),
     ]
-    return make_table(title, rows, columns, name="scaling")
+    return make_table(title, rows, columns)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +195,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 SUITE = Suite(
     name="kernel", about=__doc__ or "", quick="one size instead of all, and fewer texts",
-    options=options, measure=run, tables=tables, table_prefixes=("time", "bandwidth", "scaling"),
+    options=options, measure=run, tables=tables,
 )  # fmt: skip
 main = SUITE.main
