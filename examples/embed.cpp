@@ -51,6 +51,10 @@ int main(int count, char** words) {
                 static_cast<long long>(stats.accepted), static_cast<long long>(stats.drafted),
                 1e3 * stats.prefill_seconds, stats.round_seconds / rounds,
                 (stats.round_seconds - models) / rounds);
+    if (std::fflush(stdout) != 0) {
+      std::perror("error: standard output");
+      return 12;
+    }
   } catch (const outrider::Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return error.status();

@@ -33,7 +33,7 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
 from .functions import attention, recurrence
-from .functions.own import OPSET
+from .functions.own import OPSET, define
 from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
 from .weights.operators import dequantise_linear, initializer, is_transpose, make_tables_dense
@@ -88,8 +88,8 @@ def simplify(model: ir.Model) -> None:
         _transpose_weights(model)
         _merge_products(model)
         dequantise_linear(model)
-        attention.define(model)
-        recurrence.define(model)
+        for kind in attention, recurrence:
+            define(model, kind)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
     # The rewriter's rules keep a reference to the last graph. It must not keep weights alive:

@@ -35,7 +35,7 @@ from runtime.files.graphs import (
     verify_files,
 )
 from runtime.files.library import find_library
-from runtime.files.progress import note, stage
+from runtime.files.progress import note, size_text, stage
 from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, program
@@ -456,8 +456,7 @@ def _check_space(folder: Path, request: PartRequest) -> None:
     if need > free:
         raise OutriderError(
             "disk",
-            f"{folder} has {free / 2**20:,.0f} MiB free, but the graph may need "
-            f"{need / 2**20:,.0f}",
+            f"{folder} has {size_text(free)} free, but the graph may need {size_text(need)}",
             "Free some space, or set another --cache.",
         )
 

@@ -269,8 +269,9 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "token_healing": (False,),
     }
     neutral |= dict.fromkeys(_ABSENT_UNLESS_USED, ())
-    if checkpoint.has_encoder and not checkpoint.features:
-        neutral["max_length"] = (20,)  # Transformers' default too
+    if not checkpoint.features:  # 20 is Transformers' default too, and the context no limit
+        context = getattr(checkpoint.text_config, "max_position_embeddings", None)
+        neutral["max_length"] = (20, context)
     if not checkpoint.has_encoder:  # of an encoder-decoder, `start_ids` has it
         neutral["forced_bos_token_id"] = ()
     if checkpoint.features:  # options of a transcription

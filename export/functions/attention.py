@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-from .own import DOMAIN, HEADER, add_functions
+from .own import DOMAIN, HEADER
 
 # From query [B, H, N, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], mask bool [B, 1, N, S] and
 # sinks [H] to out [B, H, N, Dv]. Queries are grouped by key head, so that no key is copied. lowest:
@@ -102,14 +102,7 @@ def is_own(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in _NAMES.values()
 
 
-def define(model: ir.Model) -> None:
-    """Add the functions that the graph's nodes call."""
-    add_functions(
-        model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)}))
-    )
-
-
-def _function(name: str) -> onnx.FunctionProto:
+def function(name: str) -> onnx.FunctionProto:
     softcap, sinks = "Capped" in name, "Sink" in name
     body = _BODY.format(
         name=name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import ModuleType
 
 import onnx
 import onnx_ir as ir
@@ -18,3 +19,9 @@ def add_functions(model: ir.Model, functions: Iterable[onnx.FunctionProto]) -> N
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
         model.graph.opset_imports[DOMAIN] = 1
+
+
+def define(model: ir.Model, kind: ModuleType) -> None:
+    """Add the functions of this module, such as `attention`, that the graph's nodes call."""
+    names = sorted({node.op_type for node in model.graph if kind.is_own(node)})
+    add_functions(model, map(kind.function, names))

@@ -13,7 +13,7 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-from .own import DOMAIN, HEADER, add_functions
+from .own import DOMAIN, HEADER
 
 CONVOLUTION, RECURRENCE, DELTA = "RingConvolution", "RingRecurrence", "RingDeltaRule"
 
@@ -232,14 +232,7 @@ def is_own(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in (CONVOLUTION, RECURRENCE, DELTA)
 
 
-def define(model: ir.Model) -> None:
-    """Add the functions that the graph's nodes call."""
-    add_functions(
-        model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)}))
-    )
-
-
-def _function(name: str) -> onnx.FunctionProto:
+def function(name: str) -> onnx.FunctionProto:
     body = _CONVOLUTION if name == CONVOLUTION else _RECURRENCE
     beta = name == DELTA
     text = body.format(

@@ -93,7 +93,7 @@ class Certificate:
 
     def lines(self) -> list[str]:
         """Two to six lines of text."""
-        verdict = "PASSED" if self.passed else "FAILED"
+        verdict = "PASSED" if self.passed else "NOT POSSIBLE" if self.caveat else "FAILED"
         texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
         lines = [
             f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "

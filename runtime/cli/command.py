@@ -128,7 +128,9 @@ def _run_single(session: Session, prompt: Prompt | None) -> None:
             "the output cannot be certified as the target's",
             "Decode with --gamma 0, and if your options are exact ones, please report this bundle."
             if certificate.caveat is None
-            else "Use --verify token, block or coupled, no --lenience, and a longer output.",
+            else "Use --verify token, block or coupled, and no --lenience."
+            if certificate.drafted
+            else "Generate a longer text, or use --draft none.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,8 +113,15 @@ def _check_messages(value: Any, system: str | None, where: str) -> list[Mapping[
 
 
 def _parse_json(text: str, where: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                cause = f"{where} has {key!r} more than once"
+                raise OutriderError("prompt", cause, "Leave all but one out.")
+        return dict(pairs)
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         cause = f"{where} is not JSON: {error}"
         remedy = "Check it with python -m json.tool (--json-lines for a batch)."

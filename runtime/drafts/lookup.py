@@ -61,15 +61,15 @@ class CopyDraft(NgramDraft):
 
 
 class Lookup:
-    """An index of the n-grams of a growing text, for n = 1 .. longest; constant time per token.
+    """An index of the n-grams of a growing text, for n = 1 .. MAX_NGRAM; constant time per token.
 
     corpus: a second text to search, for n-grams longer than those found in the text itself.
     """
 
-    def __init__(self, longest: int = MAX_NGRAM, corpus: Corpus | None = None):
+    def __init__(self, corpus: Corpus | None = None):
         self._tokens: list[int] = []
         # By n-gram, the position after its last occurrence.
-        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(MAX_NGRAM)]
         self._corpus = corpus
 
     def update(self, tokens: Sequence[int]) -> None:
@@ -88,9 +88,9 @@ class Lookup:
 
         after: tokens that follow the text that was read; they are not searched.
         """
-        own, reach = self._tokens, max(len(self._next), count)
+        own, reach = self._tokens, max(MAX_NGRAM, count)
         ending = [*own[-reach:], *after][-reach:]
-        for n in range(min(len(self._next), len(ending)), 0, -1):
+        for n in range(min(MAX_NGRAM, len(ending)), 0, -1):
             start = self._next[n - 1].get(tuple(ending[-n:]))
             if start is not None:
                 count = min(count, _match_length(own, start, ending, n))
@@ -115,18 +115,18 @@ def _match_length(
 
 
 class Corpus:
-    """An index of the n-grams of a fixed text, for n = 1 .. longest, in sorted arrays: 12 bytes per
-    n-gram, searched by bisection.
+    """An index of the n-grams of a fixed text, for n = 1 .. MAX_NGRAM, in sorted arrays: 12 bytes
+    per n-gram, searched by bisection.
 
     tokens: int [N].
     """
 
-    def __init__(self, tokens: Sequence[int], longest: int = MAX_NGRAM):
+    def __init__(self, tokens: Sequence[int]):
         self._tokens = np.array(tokens, np.int32)
         self._keys: list[npt.NDArray[np.uint64]] = []
         self._ends: list[npt.NDArray[np.int32]] = []  # position after the last occurrence of each
         keys = np.zeros(len(self._tokens), np.uint64)
-        for n in range(1, min(longest, len(self._tokens) - 1) + 1):
+        for n in range(1, min(MAX_NGRAM, len(self._tokens) - 1) + 1):
             # An n-gram's key extends that of its first n - 1 tokens; nothing follows the last one.
             keys = _extend(keys[: len(self._tokens) - n], self._tokens[n - 1 : -1])
             found, last = np.unique(keys[::-1], return_index=True)

@@ -18,6 +18,7 @@ from ..files.texts import read_text
 
 # Keys under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_TEXT_ROLES = ("user", "system")  # others' messages may have tool calls and their results
 # Prefixes of content types that templates render as a placeholder, or drop.
 _MEDIA = ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
 
@@ -100,7 +101,7 @@ class ChatTemplate:
         if not messages:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
         try:
-            plain = [_plain_message(message) for message in messages]
+            plain = [_plain_message(n, message) for n, message in enumerate(messages)]
             return self._render_messages(self._adapt_content(plain))
         except OutriderError:
             raise
@@ -112,7 +113,7 @@ class ChatTemplate:
             ) from error
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as Transformers passes it to templates: without keys that are None, and with JSON
     types only.
 
@@ -120,6 +121,13 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     present = {key: value for key, value in message.items() if value is not None}
     content = present.get("content")
+    if present.get("role") in _TEXT_ROLES and not isinstance(content, str | list):
+        what = "no content" if content is None else f"the content {repr(content)[:40]}"
+        raise OutriderError(
+            "prompt",
+            f"message {number} has {what}",
+            "Its content must be a text, or a list of parts.",
+        )  # fmt: skip
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and str(part.get("type", "text")).startswith(_MEDIA):
             raise OutriderError(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from ..audio.recording import Audio
@@ -92,6 +92,9 @@ class TextEngine:
             self._decoder = None
             self.dropped.clear()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine belongs to its process: load the bundle in the other one")
+
     def __enter__(self) -> TextEngine:
         return self
 
@@ -168,10 +171,12 @@ class TextEngine:
         return transcribe(self, audio, heard, **options)
 
     def stats(self) -> dict[str, Any]:
-        """Totals over all finished requests: the fields of a result's stats, and `requests`.
+        """Totals over all finished requests: the fields of a result's `stats.summary()`, and
+        `requests`.
 
-        Latencies are means. A round shared by several requests counts in full for each of them, so
-        times add up to more than the wall time; there is no tokens_per_second for that reason.
+        Times are in milliseconds, latencies are means. A round shared by several requests counts in
+        full for each of them, so times add up to more than the wall time; there is no
+        tokens_per_second for that reason.
         """
         totals = self._total.summary()
         del totals["tokens_per_second"]

@@ -92,10 +92,11 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
         (no_draft, f"{folder} has no draft model",
          "Build it with DRAFT=<draft>, or give --alpha; to measure lookups, use python -m "
          "runtime.generate --draft ngram --baseline."),
-        (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
+        (tokens < 3, f"tokens={tokens} is out of range", "Use 3 or more."),
     ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)
-    if not all(texts.values()):
+    drafted = any(stats.drafted for group in texts.values() for stats in group)
+    if not all(texts.values()) or not drafted:
         raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
     return format_report(summarise(texts), len(prompts), temperature, tokens)
 

@@ -266,6 +266,14 @@ def test_a_check_that_fails(cli, monkeypatch):
     assert PLAIN_ERROR.fullmatch(err.splitlines(keepends=True)[-1])
 
 
+def test_a_check_of_a_text_in_which_nothing_is_drafted(cli):
+    """Fault: FAILED, and the remedy was to leave out options that had not been given."""
+    status, _, err = cli("--prompt", "a", "--check", "--max-new-tokens", "1")
+    assert status == EXIT_STATUS["certificate"]
+    assert "certificate NOT POSSIBLE" in err and "FAILED" not in err
+    assert "Generate a longer text, or use --draft none" in err
+
+
 # Prompts
 
 

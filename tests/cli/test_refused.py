@@ -29,6 +29,8 @@ ONE = '{"prompt": "a"}'
         ("--batch -", ONE + "\n\n{", "prompt", "line 3 of standard input"),
         ("--batch -", "[1]", "prompt", "line 1 of standard input is not a JSON object"),
         ("--batch -", '{"prompt": "a", "messages": []}', "prompt", "needs either"),
+        ("--batch -", '{"prompt": "a", "prompt": "b"}', "prompt",
+         "line 1 of standard input has 'prompt' more than once"),
         ("--batch -", '{"prompt": 7}', "prompt", "neither a string nor a list of token ids"),
         ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a string nor"),
         ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "

@@ -27,10 +27,10 @@ def matching(text: Sequence[int], ending: Sequence[int]) -> int:
     return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
-def proposal(text: Sequence[int], count: int, longest: int, after: Sequence[int]) -> list[int]:
+def proposal(text: Sequence[int], count: int, after: Sequence[int]) -> list[int]:
     """The definition of a lookup, which searches the whole text each time."""
     whole = [*text, *after]
-    for n in range(longest, 0, -1):
+    for n in range(MAX_NGRAM, 0, -1):
         for position in range(len(text) - 1, 0, -1):
             if (length := matching(text[:position], whole)) >= n:
                 grown = list(whole)
@@ -44,29 +44,27 @@ def proposal(text: Sequence[int], count: int, longest: int, after: Sequence[int]
 def test_proposals_by_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     text = rng.integers(0, int(rng.integers(1, 9)), int(rng.integers(1, 80))).tolist()
-    for longest in (1, 3, MAX_NGRAM):
-        lookup = Lookup(longest)
-        for end in range(1, len(text) + 1):
-            if end == len(text) or rng.random() < 0.5:  # a few tokens at a time
-                lookup.update(text[:end])
-                count, after = int(rng.integers(0, 12)), text[: int(rng.integers(0, 6))]
-                for more in ([], after):
-                    expected = proposal(text[:end], count, longest, more)
-                    assert lookup.propose(count, more) == expected
+    lookup = Lookup()
+    for end in range(1, len(text) + 1):
+        if end == len(text) or rng.random() < 0.5:  # a few tokens at a time
+            lookup.update(text[:end])
+            count, after = int(rng.integers(0, 12)), text[: int(rng.integers(0, 6))]
+            for more in ([], after):
+                assert lookup.propose(count, more) == proposal(text[:end], count, more)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_corpus_by_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     text = rng.integers(0, int(rng.integers(1, 9)), int(rng.integers(1, 80))).tolist()
-    corpus = Corpus(text, 3)
-    for n in (1, 2, 3, 4):
+    corpus = Corpus(text)
+    for n in range(1, MAX_NGRAM + 2):
         for _ in range(30):
             ending = rng.integers(0, 9, 6).tolist()
             end = ending[-n:]
             starts = [i + n for i in range(len(text) - n) if text[i : i + n] == end]
             expected = []
-            if starts and n < 4:
+            if starts and n <= MAX_NGRAM:
                 count = min(5, matching(text[: starts[-1]], ending))
                 expected = text[starts[-1] : starts[-1] + count]
             assert corpus.after(ending, n, 5) == expected
@@ -76,7 +74,7 @@ def test_a_collision_in_a_corpus_is_no_match(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         "runtime.drafts.lookup._extend", lambda keys, tokens: np.zeros(len(tokens), np.uint64)
     )
-    corpus = Corpus([1, 2, 3, 1, 2, 4], 2)
+    corpus = Corpus([1, 2, 3, 1, 2, 4])
     assert corpus.after([2, 3], 2, 1) == [] and corpus.after([1, 2], 2, 1) == [4]
 
 

@@ -28,6 +28,7 @@ from export import graph as simplified
 from export.checkpoint import find
 from export.decoder import Decoder, Example, example_caches
 from export.functions import attention, recurrence
+from export.functions.own import define
 from export.functions.replaced import patched_layers
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
@@ -292,7 +293,7 @@ def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sun
         ir.Graph(inputs, node.outputs, nodes=[node], opset_imports=imports), ir_version=10
     )
     node.outputs[0].name, node.outputs[0].type = "out", ir.TensorType(ir.DataType.FLOAT)
-    attention.define(made)
+    define(made, attention)
     session = ort.InferenceSession(ir.to_proto(made).SerializeToString())
     scores = np.einsum("bhnd,bhsd->bhns", given["query"], given["key"].repeat(2, 1)) * 0.5
     scores = np.where(
@@ -326,13 +327,13 @@ class Module(torch.nn.Module):
 
 def test_functions_stand_in_one_order() -> None:
     """The order does not depend on Python's string hashes: the same model is the same file."""
-    for define, names in (
-        (attention.define,
+    for kind, names in (
+        (attention,
          ["UnevenAttention", "SinkAttention", "CappedSinkAttention", "CappedAttention"]),
-        (recurrence.define, [recurrence.RECURRENCE, recurrence.DELTA, recurrence.CONVOLUTION]),
+        (recurrence, [recurrence.RECURRENCE, recurrence.DELTA, recurrence.CONVOLUTION]),
     ):  # fmt: skip
         nodes = [ir.node(name, [], domain="outrider") for name in names]
         imports = {"": simplified.OPSET}
         made = ir.Model(ir.Graph([], [], nodes=nodes, opset_imports=imports), ir_version=10)
-        define(made)
+        define(made, kind)
         assert [name for _, name, _ in made.functions] == sorted(names)

@@ -106,6 +106,15 @@ def test_what_a_bundle_does_not_carry_is_named(
     assert ignored_settings == {name: settings[name] for name in common | own}
 
 
+def test_a_maximum_length_is_a_setting_unless_it_is_the_context(tmp_path: Path) -> None:
+    folder = write(tmp_path / "checkpoint", TIED)
+    context = checkpoint.find(str(folder)).text_config.max_position_embeddings
+    for length, reported in ((context, False), (context - 1, True)):
+        edit_json(folder / "generation_config.json", max_length=length)
+        found = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
+        assert ("max_length" in found) is reported
+
+
 @pytest.mark.parametrize("architecture", [TIED, "bart"])
 def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architecture: str) -> None:
     """As in Transformers, although its configuration classes drop these fields. Fault: a BART

@@ -25,6 +25,7 @@ from operators import (
     session_of,
     with_each_set,
 )
+from scipy.special import softmax
 
 from export.host.observing import BIAS_PADDING
 from plugins.tools.build import PLUGINS_FOLDER, find_compiler, include_options
@@ -77,11 +78,6 @@ def quantised(rows: Array) -> Cache:
     with np.errstate(invalid="ignore"):
         levels = np.rint(rows / scales).astype(np.int8)
     return np.concatenate([levels, scales.view(np.int8)], axis=-1)
-
-
-def softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def read(cache: Cache) -> Array:
@@ -194,7 +190,7 @@ class Attention:
                 scores += self.bias[head, ROWS - 1 - np.maximum(ages, 0)]
             scores = np.where(seen, scores, -np.inf)
             sink = np.full((tokens, 1), self.sinks[head] if shape.sunk else -np.inf)
-            weights = softmax(np.concatenate([scores, sink], axis=1))[:, :-1]
+            weights = softmax(np.concatenate([scores, sink], axis=1), axis=1)[:, :-1]
             outs.append(weights @ value[:, own])
         return np.concatenate(outs, axis=1)
 
@@ -459,7 +455,7 @@ def test_it_is_attention_to_the_rows_of_a_source(
             scores = attention.query[slot, :, head] @ keys[own].T * width**-0.5
             sinks = np.full((len(scores), 1), attention.tables["sinks"][head] if bent else -np.inf)
             scores = np.concatenate([np.tanh(scores) if bent else scores, sinks], axis=1)
-            want = softmax(scores)[:, :-1] @ values[own]
+            want = softmax(scores, axis=1)[:, :-1] @ values[own]
             np.testing.assert_allclose(found[slot, :, head], want, atol=4e-6, rtol=0)
 
 

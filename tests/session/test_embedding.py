@@ -19,6 +19,7 @@ from commands import CHECKOUT
 from native_session import I64, U64, Config, Failure, NativeSession, P, c_options, library, refused
 from samplers import instructions
 
+from bench.core.machine import resident_memory
 from plugins.tools.build import PLUGINS_FOLDER, BuildError, build_fuzz, find_compiler
 from runtime import load
 from runtime.cmake import folder, onnxruntime
@@ -377,11 +378,6 @@ def test_hostile_use_under_sanitizers(sanitizer: str, llama_bundle: Path, tmp_pa
     assert tokens > 500 and 20 < refused < 200 and cancelled > 50 and 5 < opened < tried / 2
 
 
-def resident() -> int:
-    """Resident memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.slow
 def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
     def generate(session: NativeSession, numbers: Sequence[int]) -> None:
@@ -393,9 +389,9 @@ def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
 
     with NativeSession(llama_bundle, threads=1, slots=2) as session:
         generate(session, range(1000))
-        before = resident()
+        before = resident_memory()[0]
         generate(session, range(10_000))
-        assert resident() - before < 1 << 20
+        assert resident_memory()[0] - before < 1 << 20
 
 
 @pytest.mark.slow
@@ -420,10 +416,10 @@ def test_all_kinds_of_company_need_no_more_memory(llama_bundle: Path) -> None:
     with NativeSession(llama_bundle, threads=1, slots=slots, no_reuse=1) as session:
         generate(session, 8)
         generate(session, 7)  # from here on, as many calls as may be kept
-        before = resident()
+        before = resident_memory()[0]
         generate(session, 6)
         generate(session, 5)
-        assert resident() - before < 1 << 21
+        assert resident_memory()[0] - before < 1 << 21
 
 
 def test_what_cannot_be_opened(llama_bundle: Path) -> None:

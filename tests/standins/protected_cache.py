@@ -19,6 +19,7 @@ import numpy as np
 CHECKOUT = Path(__file__).parents[2]
 sys.path.insert(0, str(CHECKOUT))
 
+from bench.core.machine import resident_memory  # noqa: E402
 from runtime.backends.registry import host_engine  # noqa: E402
 from runtime.files.manifest import read_bundle  # noqa: E402
 
@@ -49,11 +50,6 @@ class Protected:
         size = ctypes.c_size_t(array.ctypes.data + array.nbytes - first)
         if LIBC.mprotect(ctypes.c_void_p(first), size, how):
             raise OSError(ctypes.get_errno(), "mprotect")
-
-
-def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * mmap.PAGESIZE
 
 
 def main(folder: Path) -> None:
@@ -88,11 +84,11 @@ def main(folder: Path) -> None:
         np.testing.assert_array_equal(got, expected)
     for cache in caches.values():
         cache.allow_all()
-    before = resident()
+    before = resident_memory()[0]
     for _ in range(MANY_STEPS):
         engine.forward(token, np.array([position]), np.array([0]))
     size = sum(cache.array.nbytes for cache in caches.values())
-    result = {"growth": resident() - before, "cache": size, "steps": MANY_STEPS}
+    result = {"growth": resident_memory()[0] - before, "cache": size, "steps": MANY_STEPS}
     print(json.dumps(result), flush=True)
     for cache in caches.values():
         cache.allow_row(0)

@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pytest
 from samplers import BISECTIONS, NUMPY, ONE
+from scipy.special import softmax
 
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify
@@ -19,11 +20,6 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 
 V = 8
-
-
-def softmax(logits):
-    weights = np.exp(np.float64(logits) - np.float64(logits).max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def bisect(accepted, count):
@@ -70,7 +66,7 @@ class Models:
         """The target's distribution over gamma + 1 tokens."""
         joint = np.ones(())
         for rows in self.target:
-            joint = joint[..., None] * softmax(rows)
+            joint = joint[..., None] * softmax(np.float64(rows), axis=-1)
         return joint
 
 
@@ -134,7 +130,7 @@ def output_joint(library, models, params, sampled=None, **control):
     drafts = np.array(list(itertools.product(range(V), repeat=gamma)))
     q = np.ones(len(drafts))
     for i in range(gamma):
-        q *= softmax(sampled.draft[i])[tuple(drafts[:, : i + 1].T)]
+        q *= softmax(np.float64(sampled.draft[i]), axis=-1)[tuple(drafts[:, : i + 1].T)]
     drafts, q = drafts[q > 0], q[q > 0]
     run = rounds(library, models, drafts, params, **control)
     others = ONE if params.verify == "block" else 0.0
@@ -178,8 +174,8 @@ def completion(models, start, prefix):
     """The target's distribution of tokens start .. gamma after each of N prefixes."""
     rows = np.ones(len(prefix[0]))
     for i in range(start, models.gamma + 1):
-        table = softmax(models.target[i])[prefix]  # [N, V, ...]: for all longer prefixes
-        rows = rows[..., None] * table
+        table = softmax(np.float64(models.target[i]), axis=-1)
+        rows = rows[..., None] * table[prefix]  # [N, V, ...]: for all longer prefixes
     return rows
 
 

@@ -129,8 +129,10 @@ def test_an_error_crosses_processes():
         )  # fmt: skip
 
 
-def test_a_stream_cannot_be_copied(engine):
-    """Fault: when a copy ends, it releases the slot that the original still uses."""
+def test_what_holds_slots_cannot_be_copied(engine):
+    """Fault: when a copy of a stream ends, it releases the slot that the original still uses."""
+    with pytest.raises(TypeError, match="an engine belongs to its process"):
+        pickle.dumps(engine)
     with engine.stream("ab", max_new_tokens=9) as stream:
         next(stream)
         for twin in (copy.copy, copy.deepcopy, pickle.dumps):

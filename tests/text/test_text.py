@@ -417,6 +417,19 @@ def test_a_picture_in_a_message_is_refused(files: dict[str, Path], template: str
             ours.render_chat([{"role": "user", "content": [{"type": kind}]}])
 
 
+def test_a_message_without_text_is_refused(files: dict[str, Path]) -> None:
+    """Fault: the model was asked nothing, or about the number as text. An assistant's message may
+    have tool calls instead."""
+    ours = Tokenizer(files["byte_level"], chat_template=CHATML, special_tokens=SPECIAL_TEXTS)
+    for message, cause in (
+        ({"contents": "x"}, "has no content"),
+        ({"content": None}, "has no content"),
+        ({"content": 5}, "has the content 5"),
+    ):
+        with pytest.raises(OutriderError, match=f"message 1 {cause}"):
+            ours.render_chat([TALK[0], {"role": "user", **message}])
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "cause"),
     [
@@ -522,7 +535,7 @@ def test_what_a_template_puts_together(files: dict[str, Path], template: str, co
     """Fault: two harmless parts that the template joins to a special token act as one."""
     tokenizer = Tokenizer(files["byte_level"], chat_template=template)
     end = tokenizer.special_id("</s>")
-    talk = [{"role": "user", "content": content}]
+    talk = [{"role": "tool", "content": content}]
     assert tokenizer.encode_chat(talk).count(end) == 1  # the control
     ids = tokenizer.encode_chat(talk, special_tokens="text")
     assert end not in ids and "</s>" in tokenizer.decode(ids)

@@ -126,4 +126,5 @@ def test_a_bundle(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> Non
     alone = workshop.bundle(target)
     assert main(["--engines", str(alone), "--prompt", "x"]) == EXIT_STATUS["option"]
     assert main(["--engines", "nowhere", "--prompt", "x"]) == EXIT_STATUS["bundle"]
+    assert main([*argv[:-1], "2"]) == EXIT_STATUS["option"]  # leaves nothing to draft
     assert Path("nowhere").exists() is False
