@@ -150,8 +150,8 @@ class Stream(RunningRequests[Event]):
         return event
 
 
-class Many(RunningRequests[Item]):
-    """Items of many prompts, made of their events by `_item`."""
+class RunningBatch(RunningRequests[Item]):
+    """Many prompts, as slots are free for them; `_item` makes the items of their events."""
 
     def __init__(self, engine: TextEngine, prompts: Iterable[Any], default_options: Options):
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
@@ -241,14 +241,14 @@ class Many(RunningRequests[Item]):
             self._items.append(item)
 
 
-class Batch(Many[tuple[int, Result]]):
+class Batch(RunningBatch[tuple[int, Result]]):
     """Results of many prompts: (index of the prompt, result) in the order in which they finish."""
 
     def _item(self, number: int, event: Event) -> tuple[int, Result] | None:
         return None if event.result is None else (number, event.result)
 
 
-class BatchStream(Many[tuple[int, Event]]):
+class BatchStream(RunningBatch[tuple[int, Event]]):
     """Texts of many prompts as they come: (index of the prompt, event), where the last event of
     each has its result."""
 

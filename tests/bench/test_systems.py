@@ -115,6 +115,7 @@ def test_transformers_draws_by_the_seed(transformers, plain, mode):
     assert one != other and one != [tokens[:16] for tokens in plain]
 
 
+@pytest.mark.slow
 def test_transformers_applies_no_filters_of_the_checkpoint_s_own(pair, plain, tmp_path):
     checkpoint = shutil.copytree(pair[0], tmp_path / "own")
     filters = {"do_sample": True, "repetition_penalty": 2.0, "min_p": 0.9}
@@ -160,6 +161,7 @@ def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
         transformers.generate(Request([PROMPTS[1]], 2))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_worker_without_a_traceback(pair, tmp_path, capfd):
     """A terminal sends it to the workers too."""
     with Peer("transformers", pair[0], work=tmp_path) as peer:

@@ -85,6 +85,7 @@ def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop) -> No
     assert HOST_FILE not in read_pair(folder).target.files
 
 
+@pytest.mark.slow
 def test_attention_that_stays_is_said(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

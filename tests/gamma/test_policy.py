@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from rounds import cases
 from simulated import (
     MAX_GAMMA,
     STEP,
@@ -45,7 +46,9 @@ MACHINES = {
 # The choice of auto
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    "name", cases(["the bundled pair", "a busy machine", "a dear draft", "blocks"], MACHINES)
+)
 def test_near_the_best_of_each_and_better_than_any_of_all(name: str) -> None:
     """Recorded acceptance of the bundled pair: on texts that the draft predicts well, fairly or
     hardly, and on all of them in turn."""

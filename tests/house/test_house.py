@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from house import CHECKOUT, LADDERS, MOST_COLUMNS, MOST_MODULES, Room, text_faults
+from rounds import cases
 from workshop import Workshop
 
 
@@ -100,7 +101,7 @@ print(*forbidden & set(sys.modules))
 
 
 @pytest.mark.parametrize(
-    ("backend", "other"), [("onnxruntime", "torch"), ("aotinductor", "onnxruntime")]
+    ("backend", "other"), cases([("onnxruntime", "torch")], [("aotinductor", "onnxruntime")])
 )
 def test_generating_loads_no_model_library(workshop: Workshop, backend: str, other: str) -> None:
     """Not even indirectly. The control imports onnx, which must be detected."""
