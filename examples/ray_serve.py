@@ -8,6 +8,7 @@ The extra `ray` has what it needs; examples/ray_serve.yaml has autoscaling, GPUs
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from ray import serve
 
 from .openai.answers import Part
 from .openai.api import api, from_engine
-from .openai.requests import Requests
 
 
 @serve.deployment(request_router_config={"max_backoff_s": 0.025})  # longest wait for a free slot
@@ -30,12 +30,13 @@ class Replica:
         self.engine = outrider.load(
             bundle, slots=slots, threads=int(cpus), chat_template=chat_template
         )
-        self.threads = ThreadPoolExecutor(slots)  # one per concurrent request
+        threads = ThreadPoolExecutor(slots)  # one per concurrent request
+        self.generate = partial(from_engine, self.engine, bundle, threads)
 
-    async def parts(self, requests: Requests, stream: bool) -> AsyncIterator[Part | OutriderError]:
-        """Serve cancels this when the client disconnects."""
+    async def parts(self, *work: Any) -> AsyncIterator[Part | OutriderError]:
+        """Serve cancels this when the client disconnects. work: arguments of a `Generate`."""
         try:
-            async for part in from_engine(self.engine, self.threads, requests, stream):
+            async for part in self.generate(*work):
                 yield part
         except OutriderError as error:  # yielded, not raised: Ray would wrap it
             yield error
@@ -50,8 +51,8 @@ class Api:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return api(self.name, self.parts)
 
-    async def parts(self, requests: Requests, stream: bool) -> AsyncGenerator[Part]:
-        answer = self.replicas.parts.remote(requests, stream)
+    async def parts(self, *work: Any) -> AsyncGenerator[Part]:
+        answer = self.replicas.parts.remote(*work)
         try:
             async for part in answer:
                 if isinstance(part, OutriderError):

@@ -72,7 +72,7 @@ def main() -> None:
     name = args.name or args.engines.resolve().name
     most = len(engine.decoder.slots) + args.queue + 1  # one to refuse further requests
     with engine, ThreadPoolExecutor(most) as threads:
-        app = api(name, partial(from_engine, engine, threads))
+        app = api(name, partial(from_engine, engine, args.engines, threads))
         server = Server(uvicorn.Config(app, host=args.host, port=args.port))
         with suppress(KeyboardInterrupt):  # which it raises again after a clean shutdown
             server.run()

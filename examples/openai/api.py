@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -11,11 +12,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from outrider import OutriderError, TextEngine
 
 from .answers import Answer, Part, with_logprobs
+from .grammar import constrained
 from .requests import REFUSED, Chat, Completion, Requests, refusal
 
 # Generates the requests and yields the parts of the response: one of each request, or if it is
-# streamed one per round.
-Generate = Callable[[Requests, bool], AsyncGenerator[Part]]
+# streamed one per round. The last argument is the JSON schema that the texts must follow.
+Generate = Callable[[Requests, bool, str | None], AsyncGenerator[Part]]
 
 
 def api(name: str, generate: Generate) -> FastAPI:
@@ -49,7 +51,8 @@ def api(name: str, generate: Generate) -> FastAPI:
 
     async def answer(body: Completion | Chat, request: Request) -> Any:
         await model(body.model)
-        answer, parts = Answer(body), generate(body.requests(), body.stream)
+        answer = Answer(body)
+        parts = generate(body.requests(), body.stream, body.schema())
         with body.own_names():
             if not body.stream:
                 return answer.whole(await _unless_gone(request, _all(parts)))
@@ -60,18 +63,27 @@ def api(name: str, generate: Generate) -> FastAPI:
 
 
 async def from_engine(
-    engine: TextEngine, threads: Executor, requests: Requests, stream: bool
+    engine: TextEngine,
+    bundle: Path,
+    threads: Executor,
+    requests: Requests,
+    stream: bool,
+    schema: str | None,
 ) -> AsyncGenerator[Part]:
     """Generate the requests together, as slots are free for them: one may wait for its slot, the
     others take only those that nobody waits for. Closing or cancelling this frees the slots after
     the current round.
 
-    threads: at least as many as there are responses: each blocks one thread.
+    bundle: the engine's folder. threads: at least as many as there are responses: each blocks one
+    thread.
     """
     # Completions set chat=False.
     if engine.tokenizer.chat_template is None and any(x.chat is None for _, x in requests):
         remedy = "Use /v1/completions, or start the server with a chat template"
         raise OutriderError("prompt", "this checkpoint has no chat template", remedy)
+    if schema is not None:
+        work = threads.submit(constrained, engine, bundle, requests, schema)
+        requests = await asyncio.wrap_future(work)
     # All prompts are checked before the first one runs, in threads: there may be many. Requests
     # with the same prompt differ only in their seeds.
     for request in {id(prompt): (prompt, options) for prompt, options in requests}.values():

@@ -1,5 +1,6 @@
 """OpenAI's requests as options of the engine, and its errors as HTTP responses."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,7 @@ _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _NO_EFFECT: dict[str, Sequence[Any]] = {
     "store": [False], "echo": [False], "best_of": [1], "suffix": [""], "tools": [[]],
     "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
-    "response_format": [{"type": "text"}], "modalities": [["text"]],
-    "service_tier": ["auto", "default"],
+    "modalities": [["text"]], "service_tier": ["auto", "default"],
 }  # fmt: skip
 _OPTIONS = {field.name for field in fields(Options)}
 # Options that have no field of their own: OpenAI's set two of them, and JSON has no functions.
@@ -36,6 +36,10 @@ _FORMS = {
     "prompt": "a text, a list of token ids, or a list of texts or of such lists",
     "stream_options": '{"include_usage": true}',
 }
+_RESPONSE_FORMATS = (
+    'Use {"type": "text"}, {"type": "json_object"} or '
+    '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+)
 _REMEDIES = {400: _JSON, 405: "Use POST, or GET for /v1/models and /health"}
 Requests = list[tuple[Any, Options]]
 
@@ -48,6 +52,7 @@ class Body(BaseModel, extra="allow", strict=True):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -56,6 +61,19 @@ class Body(BaseModel, extra="allow", strict=True):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
+
+    def schema(self) -> str | None:
+        """The JSON schema that texts must follow, as JSON; None for any text. Raises OutriderError
+        "option"."""
+        match self.response_format:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return '{"type": "object"}'
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return json.dumps(schema)
+        cause = f"response_format={repr(self.response_format)[:80]} is not valid"
+        raise OutriderError("option", cause, _RESPONSE_FORMATS)
 
     def names(self) -> dict[str, str]:
         """The fields that set options of another name, by option."""

@@ -392,10 +392,48 @@ def test_a_checkpoint_without_a_chat_template() -> None:
     async def ask() -> None:
         request = ([{"role": "user", "content": "x"}], outrider.Options())
         with outrider.load(BUNDLE) as engine, ThreadPoolExecutor() as threads:
-            await anext(from_engine(engine, threads, [request], False))
+            await anext(from_engine(engine, BUNDLE, threads, [request], False, None))
 
     with pytest.raises(outrider.OutriderError, match=r"no chat template\. Use /v1/completions"):
         asyncio.run(ask())
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["a", "b"]},
+        "ages": {"type": "array", "maxItems": 2, "items": {"type": "integer", "minimum": 0}},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # so that it ends
+}
+
+
+def test_json_that_follows_a_schema(client: openai.OpenAI) -> None:
+    """Of a model that writes no JSON by itself; each of several choices has a state of its own."""
+
+    def ask(form: Any, **more: Any) -> list[str]:
+        messages = [{"role": "user", "content": "A person"}]
+        answer = client.chat.completions.create(
+            model="demo", messages=messages, seed=1, response_format=form, **more
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    for draft in "ngram", "model":
+        texts = ask(form, n=4, extra_body={"draft": draft, "gamma": 3})
+        for text in texts:
+            found = json.loads(text)
+            assert found.keys() == {"name", "ages"} and found["name"] in ("a", "b")
+            assert len(found["ages"]) <= 2 and all(type(age) is int for age in found["ages"])
+        assert len({*texts}) > 1
+    assert ask({"type": "json_object"}, max_tokens=1)[0] == "{"
+    for schema, message in (({"type": "objekt"}, "cannot be followed: Invalid type: objekt"),
+                            (5, "response_format={'type': 'json_schema'")):  # fmt: skip
+        form["json_schema"]["schema"] = schema
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(form)
 
 
 def test_health(server: Server) -> None:
