@@ -28,7 +28,7 @@ class Replica:
     def __init__(self, bundle: Path, slots: int, chat_template: Path | None):
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         self.engine = outrider.load(
-            bundle, slots=slots, threads=int(cpus), chat_template=chat_template
+            bundle, slots=slots, threads=int(cpus), chat_template=chat_template, timeout=None
         )
         threads = ThreadPoolExecutor(slots)  # one per concurrent request
         self.generate = partial(from_engine, self.engine, bundle, threads)

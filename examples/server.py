@@ -47,7 +47,7 @@ def main() -> None:
         import outrider
         import uvicorn
 
-        from .openai.api import api, from_engine
+        from .openai.api import api, from_engine, limited
     except ImportError as error:
         sys.exit(f"error: {error}. Install it: python -m pip install -e '.[server]'")
     try:
@@ -56,8 +56,9 @@ def main() -> None:
             slots=args.slots,
             threads=args.threads,
             chat_template=args.chat_template,
-            queue=args.queue,
-            timeout=None,  # a client that has waited too long disconnects
+            # `limited` counts responses, and a client that has waited too long disconnects.
+            queue=sys.maxsize,
+            timeout=None,
         )
     except outrider.OutriderError as error:
         sys.exit(f"error: {error}")
@@ -70,9 +71,9 @@ def main() -> None:
             timer.start()
 
     name = args.name or args.engines.resolve().name
-    most = len(engine.decoder.slots) + args.queue + 1  # one to refuse further requests
+    most = len(engine.decoder.slots) + args.queue
     with engine, ThreadPoolExecutor(most) as threads:
-        app = api(name, partial(from_engine, engine, args.engines, threads))
+        app = api(name, limited(partial(from_engine, engine, args.engines, threads), most))
         server = Server(uvicorn.Config(app, host=args.host, port=args.port))
         with suppress(KeyboardInterrupt):  # which it raises again after a clean shutdown
             server.run()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ async def from_engine(
     others take only those that nobody waits for. Closing or cancelling this frees the slots after
     the current round.
 
-    bundle: the engine's folder. threads: at least as many as there are responses: each blocks one
-    thread.
+    bundle: the engine's folder. threads: at least as many as there are responses, each of which
+    may block one: with fewer, those that wait for slots could keep out the one that has them.
     """
     # Completions set chat=False.
     if engine.tokenizer.chat_template is None and any(x.chat is None for _, x in requests):
@@ -89,14 +89,51 @@ async def from_engine(
     for request in {id(prompt): (prompt, options) for prompt, options in requests}.values():
         await asyncio.wrap_future(threads.submit(engine.request, *request))
     with closing(engine.stream_batch(requests)) as events:
-        while (part := await asyncio.wrap_future(threads.submit(next, events, None))) is not None:
-            index, event = part
-            result = event.result
-            if result is not None and result.error is not None:
-                raise result.error
-            wanted = event if stream else result
-            if wanted is not None:
-                yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
+        found: asyncio.Queue[Any] = asyncio.Queue()  # a client that reads slowly holds no slot
+
+        async def advance() -> None:
+            try:
+                while part := await asyncio.wrap_future(threads.submit(next, events, None)):
+                    found.put_nowait(part)
+            except Exception as error:  # noqa: BLE001 - raised where the parts are read
+                found.put_nowait(error)
+            found.put_nowait(None)
+
+        advancing = asyncio.create_task(advance())
+        try:
+            while part := await found.get():
+                if isinstance(part, Exception):
+                    raise part
+                index, event = part
+                result = event.result
+                if result is not None and result.error is not None:
+                    raise result.error
+                wanted = event if stream else result
+                if wanted is not None:
+                    yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
+        finally:
+            advancing.cancel()
+
+
+def limited(generate: Generate, most: int) -> Generate:
+    """`generate` for this many responses at a time; further ones are refused as "busy". An engine's
+    queue would admit more: choices that wait between others have neither a slot nor a place."""
+    running = 0
+
+    async def parts(*work: Any) -> AsyncGenerator[Part]:
+        nonlocal running
+        if running >= most:
+            cause = f"{most} requests are running or waiting already"
+            raise OutriderError("busy", cause, "Try again later")
+        running += 1
+        try:
+            async with aclosing(generate(*work)) as found:
+                async for part in found:
+                    yield part
+        finally:
+            running -= 1
+
+    return parts
 
 
 async def _all(parts: AsyncIterator[Part]) -> list[Part]:

@@ -18,7 +18,8 @@ from ..files.texts import read_text
 
 # Keys under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_TEXT_ROLES = ("user", "system")  # others' messages may have tool calls and their results
+# Roles whose messages are text; others' may have tool calls, or their results.
+_TEXT_ROLES = ("user", "system", "developer")
 # Prefixes of content types that templates render as a placeholder, or drop.
 _MEDIA = ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
 
@@ -121,7 +122,7 @@ def _plain_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """
     present = {key: value for key, value in message.items() if value is not None}
     content = present.get("content")
-    if present.get("role") in _TEXT_ROLES and not isinstance(content, str | list):
+    if present.get("role") in _TEXT_ROLES and not isinstance(content, str | list | tuple):
         what = "no content" if content is None else f"the content {repr(content)[:40]}"
         raise OutriderError(
             "prompt",

@@ -37,6 +37,8 @@ class RunningRequests(ABC, Generic[Item]):
 
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
+        # In a pool a thread may advance this and then wait for a slot, while others go on here.
+        self._caller.threads.add(threading.get_ident())
         self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those that run
         self._advance_lock = threading.Lock()
         self._ended = False

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -509,7 +510,7 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
         many = [
             asyncio.create_task(
                 client.completions.create(
-                    model="demo", prompt="import ", max_tokens=2, temperature=0.8, seed=seed
+                    model="demo", prompt="import ", max_tokens=2, temperature=0.8, seed=seed, n=3
                 )
             )
             for seed in range(QUEUE + 100)
@@ -531,7 +532,50 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
     assert all(isinstance(error, openai.RateLimitError) for error in refused), refused
     assert {error.body["code"] for error in refused} == {"busy"}
     given = {n: a.choices[0].text for n, a in enumerate(answers) if a not in refused}
+    assert all(len(answer.choices) == 3 for answer in answers if answer not in refused)
     assert given == local_texts(engine, ["import "] * len(answers), 2, given)
+
+
+def test_no_choice_is_refused_after_another() -> None:
+    """Fault: each choice joined the engine's queue anew, and could find it full."""
+    from examples.openai.api import limited  # needs FastAPI
+
+    second = asyncio.Event()
+
+    async def choices(*requests: Any) -> AsyncGenerator[Any]:
+        for request in requests:
+            yield request
+            await second.wait()
+
+    async def work() -> None:
+        generate = limited(choices, 2)
+        first, other = generate(1, 2), generate(3)
+        assert [await anext(first), await anext(other)] == [1, 3]
+        with pytest.raises(outrider.OutriderError, match="busy: 2 requests are running"):
+            await anext(generate(4))
+        await other.aclose()
+        second.set()
+        assert await anext(generate(4)) == 4
+        assert [part async for part in first] == [2]
+
+    asyncio.run(work())
+
+
+def test_who_does_not_read_keeps_nobody_waiting() -> None:
+    """Fault: a response held its slots while its client read nothing."""
+    from examples.openai.api import from_engine  # needs FastAPI
+
+    async def work() -> None:
+        with outrider.load(BUNDLE, slots=1) as engine, ThreadPoolExecutor(2) as threads:
+            ask = partial(from_engine, engine, BUNDLE, threads, stream=True, schema=None)
+            long = outrider.Options(max_new_tokens=400, ignore_eos=True, chat=False)
+            slow = ask([("import", long)] * 3)
+            await anext(slow)
+            async with asyncio.timeout(120):
+                assert [part async for part in ask([("class", long)])]
+            assert len([part async for part in slow]) > 9
+
+    asyncio.run(work())
 
 
 def local_texts(

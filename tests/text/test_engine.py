@@ -548,6 +548,22 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert engine.slot_queue.free == 2
 
 
+def test_a_thread_of_a_pool_waits_for_a_stream_that_others_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: it had advanced the stream once, and was told that it waited for itself."""
+    monkeypatch.setattr("runtime.text.slot_queue.GRACE", 0.01)
+    engine = make_text_engine(tmp_path, MODEL, slots=1)
+    first, second = (engine.stream("abc", max_new_tokens=9, gamma=0, ignore_eos=True) for _ in "ab")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(next, first).result(30)
+        waiting = pool.submit(list, second)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        list(first)
+        assert waiting.result(30)[-1].result is not None
+
+
 def test_texts_of_a_batch_as_they_come(engine: TextEngine) -> None:
     """The events of each prompt are those of its stream, and two texts advance together."""
     prompts: list[Any] = ["ab", 7, "cd", "abcd"]
