@@ -40,7 +40,7 @@ class RunningRequests(ABC, Generic[Item]):
         # In a pool a thread may advance this and then wait for a slot, while others go on here.
         self._caller.threads.add(threading.get_ident())
         self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those that run
-        self._advance_lock = threading.Lock()
+        self._advance_lock = threading.RLock()  # which knows its owner
         self._ended = False
 
     def __iter__(self) -> Self:
@@ -48,6 +48,12 @@ class RunningRequests(ABC, Generic[Item]):
 
     def __next__(self) -> Item:
         self._engine.refuse_reentry()
+        if self._is_advancing:
+            raise OutriderError(
+                "option",
+                "a generator of prompts or a signal handler advanced the batch that it belongs to",
+                "Let it do without.",
+            )
         self._caller.record_use()
         try:
             with self._advance_lock:
@@ -69,11 +75,16 @@ class RunningRequests(ABC, Generic[Item]):
             if self._caller.cancelled:  # while the round ran, or it failed
                 self.close()
 
+    @property
+    def _is_advancing(self) -> bool:
+        """Whether this thread is in `__next__`."""
+        return self._advance_lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def close(self) -> None:
         """End the iteration, from any thread, and free its slots. If another thread is in a round
         of it, the slots are freed when that round is over, and that thread's iteration ends."""
         self._engine.slot_queue.cancel(self._caller)
-        if self._advance_lock.acquire(blocking=False):
+        if not self._is_advancing and self._advance_lock.acquire(blocking=False):
             try:
                 self._end()
             finally:

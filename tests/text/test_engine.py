@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -548,20 +549,43 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert engine.slot_queue.free == 2
 
 
+@pytest.mark.parametrize("made_here", [True, False])
 def test_a_thread_of_a_pool_waits_for_a_stream_that_others_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_here: bool
 ) -> None:
-    """Fault: it had advanced the stream once, and was told that it waited for itself."""
+    """Because they made it, or have advanced it too. Fault: the thread had advanced the stream
+    once, and was told that it waited for itself."""
     monkeypatch.setattr("runtime.text.slot_queue.GRACE", 0.01)
-    engine = make_text_engine(tmp_path, MODEL, slots=1)
-    first, second = (engine.stream("abc", max_new_tokens=9, gamma=0, ignore_eos=True) for _ in "ab")
+    engine, options = make_text_engine(tmp_path, MODEL, slots=1), {"gamma": 0, "ignore_eos": True}
+    make = partial(engine.stream, "abc", max_new_tokens=9, **options)
     with ThreadPoolExecutor(1) as pool:
+        first = make() if made_here else pool.submit(make).result(30)
         pool.submit(next, first).result(30)
-        waiting = pool.submit(list, second)
+        if not made_here:
+            next(first)
+        waiting = pool.submit(list, make())
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
         list(first)
         assert waiting.result(30)[-1].result is not None
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_generator_of_prompts_and_its_batch(engine: TextEngine, closes: bool) -> None:
+    """It may close the batch. Fault: if it advanced the batch, its thread waited for itself."""
+
+    def prompts() -> Iterator[str]:
+        yield "ab"
+        batch.close() if closes else next(batch)
+        yield "cd"
+
+    batch = engine.batch(prompts(), max_new_tokens=3)
+    if closes:
+        assert list(batch) == []
+    else:
+        with pytest.raises(OutriderError, match="advanced the batch that it belongs to"):
+            next(batch)
+    assert engine.slot_queue.free == engine.decoder.slots.free == 2
 
 
 def test_texts_of_a_batch_as_they_come(engine: TextEngine) -> None:
