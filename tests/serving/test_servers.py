@@ -536,6 +536,29 @@ def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEng
     assert given == local_texts(engine, ["import "] * len(answers), 2, given)
 
 
+@pytest.mark.parametrize("server", ["local"], indirect=True)
+def test_responses_of_many_choices_do_not_keep_each_other_out(server: Server) -> None:
+    """More of them than there are threads, and long ones that hold slots. Fault: those that waited
+    between two choices took all threads, and the ones with the slots could not go on."""
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        async def ask(number: int) -> None:
+            given = {"prompt": list("abcdefghij") * 2, "max_tokens": 1}
+            if number % 8 == 0:
+                given = {"prompt": "if ", "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+            for _ in range(2):
+                while True:
+                    with suppress(openai.RateLimitError):
+                        await client.completions.create(model="demo", **given)
+                        break
+                    await asyncio.sleep(0.02)
+
+        async with asyncio.timeout(90):
+            await asyncio.gather(*map(ask, range(2 * (QUEUE + SLOTS))))
+
+    run_with_client(server, work)
+
+
 def test_no_choice_is_refused_after_another() -> None:
     """Fault: each choice joined the engine's queue anew, and could find it full."""
     from examples.openai.api import limited  # needs FastAPI
