@@ -52,11 +52,14 @@ class Grammar:
         scores[np.unpackbits(allowed, count=len(scores), bitorder="little") == 0] = -np.inf
 
 
+def tokens_of(engine: outrider.TextEngine, bundle: Path) -> llguidance.LLTokenizer:
+    ends = list(engine.manifest.pair.tokenizer.eos_token_ids)
+    return llguidance.LLTokenizer(str(bundle / "tokenizer" / "tokenizer.json"), eos_token=ends)
+
+
 def main(argv: Sequence[str]) -> None:
     engine = outrider.load(argv[0])
-    ends = list(engine.manifest.pair.tokenizer.eos_token_ids)
-    file = Path(argv[0], "tokenizer", "tokenizer.json")
-    tokens = llguidance.LLTokenizer(str(file), eos_token=ends)
+    tokens = tokens_of(engine, Path(argv[0]))
     compact = {"whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, defaults=compact)
     prompt = "A person in JSON: "

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from outrider import OutriderError, TextEngine
+from outrider import BatchStream, Event, OutriderError, TextEngine
 
 from .answers import Answer, Part, with_logprobs
 from .grammar import constrained
@@ -52,7 +52,7 @@ def api(name: str, generate: Generate) -> FastAPI:
     async def answer(body: Completion | Chat, request: Request) -> Any:
         await model(body.model)
         answer = Answer(body)
-        parts = generate(body.requests(), body.stream, body.schema())
+        parts = generate(body.requests(), body.stream, body.response_format)
         with body.own_names():
             if not body.stream:
                 return answer.whole(await _unless_gone(request, _all(parts)))
@@ -88,29 +88,35 @@ async def from_engine(
     # with the same prompt differ only in their seeds.
     for request in {id(prompt): (prompt, options) for prompt, options in requests}.values():
         await asyncio.wrap_future(threads.submit(engine.request, *request))
-    with closing(engine.stream_batch(requests)) as events:
-        found: asyncio.Queue[Any] = asyncio.Queue()  # a client that reads slowly holds no slot
+    async with aclosing(_read_ahead(engine.stream_batch(requests), threads)) as events:
+        async for index, event in events:
+            result = event.result
+            if result is not None and result.error is not None:
+                raise result.error
+            wanted = event if stream else result
+            if wanted is not None:
+                yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
 
-        async def advance() -> None:
-            try:
-                while part := await asyncio.wrap_future(threads.submit(next, events, None)):
-                    found.put_nowait(part)
-            except Exception as error:  # noqa: BLE001 - raised where the parts are read
-                found.put_nowait(error)
-            found.put_nowait(None)
 
+async def _read_ahead(events: BatchStream, threads: Executor) -> AsyncGenerator[tuple[int, Event]]:
+    """The events, which go on whether or not these are read: a slow client holds no slot."""
+    found: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def advance() -> None:
+        try:
+            while item := await asyncio.wrap_future(threads.submit(next, events, None)):
+                found.put_nowait(item)
+        except Exception as error:  # noqa: BLE001 - raised where the events are read
+            found.put_nowait(error)
+        found.put_nowait(None)
+
+    with closing(events):
         advancing = asyncio.create_task(advance())
         try:
-            while part := await found.get():
-                if isinstance(part, Exception):
-                    raise part
-                index, event = part
-                result = event.result
-                if result is not None and result.error is not None:
-                    raise result.error
-                wanted = event if stream else result
-                if wanted is not None:
-                    yield index, event, with_logprobs(wanted.tokens, engine.tokenizer)
+            while item := await found.get():
+                if isinstance(item, Exception):
+                    raise item
+                yield item
         finally:
             advancing.cancel()
 

@@ -1,13 +1,15 @@
 """`response_format`: JSON that follows a schema, with llguidance."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from outrider import OutriderError, TextEngine
 
 from .requests import Requests
+
+_tokens: WeakKeyDictionary[TextEngine, Any] = WeakKeyDictionary()  # llguidance's tokenizers
 
 
 def constrained(engine: TextEngine, bundle: Path, requests: Requests, schema: str) -> Requests:
@@ -16,12 +18,13 @@ def constrained(engine: TextEngine, bundle: Path, requests: Requests, schema: st
     try:
         from llguidance import LLMatcher
 
-        from ..json_schema import Grammar
+        from ..json_schema import Grammar, tokens_of
     except ImportError as error:
         remedy = "Install it on the server: python -m pip install llguidance"
         raise OutriderError("option", f"response_format: {error}", remedy) from None
-    ends = tuple(engine.manifest.pair.tokenizer.eos_token_ids)
-    tokens = _tokens(bundle / "tokenizer" / "tokenizer.json", ends)
+    if engine not in _tokens:
+        _tokens[engine] = tokens_of(engine, bundle)
+    tokens = _tokens[engine]
     grammar = LLMatcher.grammar_from_json_schema(schema)
     if error := LLMatcher.validate_grammar(grammar, tokens):
         cause = f"response_format has a schema that cannot be followed: {' '.join(error.split())}"
@@ -30,10 +33,3 @@ def constrained(engine: TextEngine, bundle: Path, requests: Requests, schema: st
         (prompt, replace(options, processors=[Grammar(tokens, grammar)]))
         for prompt, options in requests
     ]
-
-
-@cache
-def _tokens(file: Path, ends: tuple[int, ...]) -> Any:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(str(file), eos_token=list(ends))

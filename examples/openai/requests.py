@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from outrider import Options, OutriderError
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
 STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 503}  # others: 500
@@ -35,11 +35,9 @@ _ROUTES = "Use /v1/chat/completions, /v1/completions, /v1/models or /health"
 _FORMS = {
     "prompt": "a text, a list of token ids, or a list of texts or of such lists",
     "stream_options": '{"include_usage": true}',
+    "response_format": '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", '
+    '"json_schema": {"name": "...", "schema": {...}}}',
 }
-_RESPONSE_FORMATS = (
-    'Use {"type": "text"}, {"type": "json_object"} or '
-    '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
-)
 _REMEDIES = {400: _JSON, 405: "Use POST, or GET for /v1/models and /health"}
 Requests = list[tuple[Any, Options]]
 
@@ -52,7 +50,7 @@ class Body(BaseModel, extra="allow", strict=True):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     max_tokens: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: str | None = None  # as the JSON schema that texts must follow
 
     @model_validator(mode="before")
     @classmethod
@@ -62,18 +60,18 @@ class Body(BaseModel, extra="allow", strict=True):
             return given
         return {name: value for name, value in given.items() if value is not None}
 
-    def schema(self) -> str | None:
-        """The JSON schema that texts must follow, as JSON; None for any text. Raises OutriderError
-        "option"."""
-        match self.response_format:
-            case None | {"type": "text"}:
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def as_schema(cls, given: Any) -> str | None:
+        """As JSON; None for any text."""
+        match given:
+            case {"type": "text"}:
                 return None
             case {"type": "json_object"}:
                 return '{"type": "object"}'
             case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
                 return json.dumps(schema)
-        cause = f"response_format={repr(self.response_format)[:80]} is not valid"
-        raise OutriderError("option", cause, _RESPONSE_FORMATS)
+        raise ValueError("another format")  # `_invalid` says which there are
 
     def names(self) -> dict[str, str]:
         """The fields that set options of another name, by option."""

@@ -38,7 +38,7 @@ class RunningRequests(ABC, Generic[Item]):
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
         # In a pool a thread may advance this and then wait for a slot, while others go on here.
-        self._caller.threads.add(threading.get_ident())
+        self._caller.record_use()
         self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # those that run
         self._advance_lock = threading.RLock()  # which knows its owner
         self._ended = False
